@@ -1,4 +1,4 @@
-"""The drawings of docs/pictures, each from what the code decides or computes. ``python -m tests.docs.pictures`` writes them.
+"""The drawings of docs/pictures, from what the code decides or computes. ``python -m tests.docs.pictures`` writes them.
 
 Pictures of real pages, which take a run and a browser, are ``tests/docs/screenshots.py``.
 """
@@ -272,17 +272,13 @@ def sequence() -> str:
             y = 60 + rank * 30
             held = ", ".join(str(piece) for piece in held_pieces(layout, rank))
             found.append(box(x + 200, y - 11, 13, 13, RANKS[rank]))
-            work_ = (
-                f": {work:.0%} of the attention"
-                if kind == "ring"
-                else f" of {count}; then quarter {rank} of the heads"
-            )
-            found.append(words(x + 220, y, f"rank {rank}: piece{'s' * (kind == 'ring')} {held}{work_}", 12))
+            also = f": {work:.0%} of the attention" if kind == "ring" else ", then a quarter of the heads"
+            found.append(words(x + 220, y, f"rank {rank}: piece{'s' * (kind == 'ring')} {held}{also}", 12))
         found.append(
             words(
                 x,
                 40 + 8 * cell + 18,
-                "each row of squares: a piece that asks, and those it looks at",
+                "a row of squares: a piece that asks, and those it looks at",
                 11,
                 SOFT,
             )
@@ -298,7 +294,7 @@ def dispatch() -> str:
     initialise(network, model, 0)
     gate = next(part for part in network.modules() if isinstance(part, MixtureOfExperts)).gate
     ranks, tokens = expert_ranks(layout).size, 6
-    text = "Many fish that move as one: shoal".encode()[: ranks * tokens]
+    text = b"Many fish that move as one: shoal"[: ranks * tokens]
     embedded = network.get_submodule("model.embed_tokens")
     with torch.no_grad():
         hidden = embedded(torch.tensor([list(text)]))
