@@ -31,7 +31,7 @@ TRAIN = (
     *("--set", "cluster.share=true", "--set", "run.observe=true", "--set", f"recipe.steps={STEPS}"),
     *("--set", "evaluate.every=10", "--set", "checkpoint.every=10"),
 )
-PLAN = ("plan", "llama3-8b", "--on", "64xH100", "--seq", "8192", "--batch", "512", "--tokens", "1T")
+PLAN = ("plan", "llama3-8b", "--on", "64xH100", "--seq", "8192", "--batch", "512", "--tokens", "1T", "--price", "2.5")
 
 
 def trained(run: Path) -> None:
@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
         subprocess.run([*SHOAL, *PLAN, "--html", str(plan)], check=True, stdout=subprocess.DEVNULL)
     with chromium() as browser:
         kept(browser, address(run / "report.html"), "report", 1150)
-        kept(browser, address(plan), "plan", 1230)
+        kept(browser, address(plan), "plan", 1200)
         with WatchServer(RunFollower(run), port=0) as server:
             kept(browser, server.address, "watch", 900, "dark")
 
