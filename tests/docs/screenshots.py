@@ -31,7 +31,20 @@ TRAIN = (
     *("--set", "cluster.share=true", "--set", "run.observe=true", "--set", f"recipe.steps={STEPS}"),
     *("--set", "evaluate.every=10", "--set", "checkpoint.every=10"),
 )
-PLAN = ("plan", "llama3-8b", "--on", "64xH100", "--seq", "8192", "--batch", "512", "--tokens", "1T", "--price", "2.5")
+PLAN = (
+    "plan",
+    "llama3-8b",
+    "--on",
+    "64xH100",
+    "--seq",
+    "8192",
+    "--batch",
+    "512",
+    "--tokens",
+    "1T",
+    "--price",
+    "2.5",
+)
 
 
 def trained(run: Path) -> None:
