@@ -18,7 +18,7 @@ from tests.cli.command import Capture, shoal_
 import shoal.facts
 import shoal.plan
 import shoal.predict
-from shoal.cli.main import app, main
+from shoal.cli.main import COMMANDS, app, main, unbroken
 from shoal.facts.config import Config
 
 
@@ -127,6 +127,58 @@ def test_the_list_of_commands_says_what_each_does(capsys: Capture) -> None:
     for words in commands():
         assert words[0] in out
     assert "Write a commented config" in out
+
+
+def test_help_is_grouped_and_fits_eighty_columns(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = shoal_(capsys, "--help")
+    groups = [line.split()[1] for line in out.splitlines() if line.startswith("╭─")]
+    assert groups == ["Start", "Plan", "Prove", "Run", "Keep", "Options"]
+    for listed in COMMANDS.values():  # a command a line: none of them is broken
+        longest = max(len(name) for name, _, _ in listed)
+        assert all(len(f"│ {'':{longest}}  {does} │") <= 80 for _, _, does in listed)
+    _, out, _ = shoal_(capsys, "plan", "--help")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_paragraphs_are_broken_by_the_terminal_alone() -> None:
+    docstring = """Head.
+
+    One line
+    and its next.
+
+    Parameters
+    ----------
+    config
+        A file
+        of words.
+    set
+        A value.
+    """
+    assert unbroken(docstring).splitlines() == [
+        "Head.",
+        "",
+        "One line and its next.",
+        "",
+        "Parameters",
+        "----------",
+        "config",
+        "    A file of words.",
+        "set",
+        "    A value.",
+    ]
+
+
+def test_config_show_of_what_is_changed(capsys: Capture) -> None:
+    _, out, _ = shoal_(capsys, "config", "show", "--changed")
+    assert out == "nothing is changed: every value is the default\n"
+    _, out, _ = shoal_(
+        capsys, "config", "show", "--changed", "--set", "recipe.lr=1", "--layout", "dp=2", "--json"
+    )
+    assert json.loads(out) == {
+        "layout": {"value": "dp=2", "origin": "--layout"},
+        "recipe.lr": {"value": 1.0, "origin": "--set"},
+    }
 
 
 def test_config_show(capsys: Capture) -> None:

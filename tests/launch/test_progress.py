@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.launch.progress import Progress, Tail
-from shoal.observe.flight_recorder import FIRST_STEP, RESTORE, STEP, FlightRecorder
+from shoal.launch.progress import Progress, Tail, fitted
+from shoal.observe.flight_recorder import EVALUATE, FIRST_STEP, RESTORE, STEP, FlightRecorder
 from shoal.train.run_directory import RunDirectory
 
 
@@ -188,3 +188,35 @@ def test_a_record_of_an_earlier_launcher_says_nothing(
         progress.poll()
         clock.now += 5
         assert progress.waiting(clock.now) == "reading weights for 0m 05s"
+
+
+def test_what_takes_long_is_told_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    progress, _ = display(tmp_path)
+    progress.compiles = True
+    with progress, FlightRecorder(progress.run.flight(0)) as flight:
+        flight.enter(FIRST_STEP, 1)
+        progress.poll()
+        clock.now += 40
+        assert "step      1/300  compiling and running for 0m 40s" in progress.waiting(clock.now)
+        flight.enter(EVALUATE, 10)
+        progress.poll()
+        clock.now += 12
+        flight.enter(EVALUATE, 10, 3, 16)
+        progress.poll()
+        assert progress.waiting(clock.now) == "evaluating 3/16 for 0m 12s"
+
+
+def test_a_line_has_rate_and_norm_and_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    progress, _ = display(tmp_path)
+    row = {**ROW, "lr": 0.0003, "grad_norm": 1.2345, "mfu": 0.4, "step_s": 2.0}
+    progress.run.metrics.write_text(json.dumps(row) + "\n")
+    with progress:
+        progress.poll()
+    line = progress.line()
+    assert "  ".join(line) == (
+        "step      1/300  loss 5.5000  lr 0.0003  gradient 1.23  10 tokens/s  MFU 40 %  memory 1,024 MiB  ETA 9m 58s"
+    )
+    assert "  ".join(fitted(line, 80)) == (
+        "step      1/300  loss 5.5000  lr 0.0003  gradient 1.23  10 tokens/s  ETA 9m 58s"
+    )

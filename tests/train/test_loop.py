@@ -100,7 +100,7 @@ def test_steps_that_are_read_late_change_nothing(training: MakeTraining) -> None
     late = training("late", **options)
     late.runs_ahead = True
     read: list[int] = []
-    late.announce = lambda phase, step: read.append(step) if phase == COMMIT else None
+    late.announce = lambda phase, step, *part: read.append(step) if phase == COMMIT else None
     issued, issue = [], late.step.issue
 
     def noted(step: int, *rest: Any) -> IssuedStep:

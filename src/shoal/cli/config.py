@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +18,14 @@ def show(
     *,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     layout: str | None = None,
+    changed: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Show every value of a config and where it came from.
 
     Example: shoal config show examples/tiny.toml --set recipe.lr=0.001
+
+    Example: shoal config show examples/tiny.toml --changed
 
     Parameters
     ----------
@@ -31,20 +35,32 @@ def show(
         Override one value, as in recipe.lr=0.001. May be given several times.
     layout
         The parallel layout, as in dp=2, or auto.
+    changed
+        Only what is not as it would be in an empty config.
     json
         Print one JSON document: {key: {value, origin}}.
     """
-    from shoal.cli.show import print_columns, print_json
-    from shoal.facts.config import describe
+    from shoal.cli.show import print_columns, print_fitted, print_json
+    from shoal.facts.config import Config, describe
     from shoal.facts.config.check import toml_value
     from shoal.facts.config.file import flatten, load
 
     loaded = load(config, set, layout)
     values = flatten(loaded.config)
+    if changed:
+        usual = flatten(Config())
+        values = {key: value for key, value in values.items() if value != usual.get(key)}
     if json:
         print_json({key: {"value": value, "origin": loaded.origin(key)} for key, value in values.items()})
         return 0
     shown = {key: "" if value is None else toml_value(value) for key, value in values.items()}
     rows = [(key, shown[key], loaded.origin(key), describe(key)) for key in values]
-    print_columns([("key", "value", "from", "meaning"), *rows])
+    if not rows:
+        print("nothing is changed: every value is the default")
+        return 0
+    titled = [("key", "value", "from", "meaning"), *rows]
+    if sys.stdout.isatty():
+        print_fitted(titled, (((0, 1, 2, 3),), ((0, 1, 2), (3,))))
+    else:  # one line a key, to be searched
+        print_columns(titled)
     return 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 
 from shoal import __version__
 from shoal.cli.show import print_problems
@@ -25,66 +26,59 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # an interrupted command says so, and its exit code is ours
 )
-# What each does is said here as well as there, so that the list of commands needs none of them imported.
-for command, place, does in (
-    ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
-    ("train", "shoal.cli.train:train", "Train; resume where the run left off."),
-    (
-        "tune",
-        "shoal.cli.tune:tune",
-        "Train; try the plan's best layouts on the first steps and keep the fastest.",
+# What each does is said here as well as there, so that the list of commands needs none of them imported. A line of
+# help is short enough for a terminal of 80 columns.
+COMMANDS = {
+    "Start": (
+        ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
+        ("init", "shoal.cli.init:init", "Write a commented config."),
+        ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
+        ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
     ),
-    (
-        "dryrun",
-        "shoal.cli.dryrun:dryrun",
-        "Run one rank of any layout without hardware and check the prediction.",
+    "Plan": (
+        ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
+        ("schedule", "shoal.cli.schedule:schedule", "Check a pipeline schedule and draw its timeline."),
     ),
-    (
-        "parity",
-        "shoal.cli.parity:parity",
-        "Prove that layouts train the same model: compare each with one process.",
+    "Prove": (
+        ("dryrun", "shoal.cli.dryrun:dryrun", "Run one rank of any layout without hardware; check the plan."),
+        ("parity", "shoal.cli.parity:parity", "Prove that layouts train the same model."),
+        (
+            "profile",
+            "shoal.cli.profile:profile",
+            "Show where a step's time and memory go, and the prediction.",
+        ),
+        ("chaos", "shoal.cli.chaos:chaos", "Inject faults into a run and prove that they changed nothing."),
+        ("bench", "shoal.cli.bench:app", "Measure collectives, a step, or the planner."),
     ),
-    (
-        "profile",
-        "shoal.cli.profile:profile",
-        "Show where a step's time and memory go, next to the prediction.",
+    "Run": (
+        ("train", "shoal.cli.train:train", "Train; resume where the run left off."),
+        ("tune", "shoal.cli.tune:tune", "Train; try the best few layouts first, keep the fastest."),
+        ("launch", "shoal.cli.launch:launch", "Write a job for Slurm, Ray, Kubernetes or SageMaker."),
+        ("status", "shoal.cli.jobs:status", "What has become of a submitted job."),
+        ("logs", "shoal.cli.jobs:logs", "What a submitted job printed."),
+        ("cancel", "shoal.cli.jobs:cancel", "Have a submitted job finish its step, commit and end."),
+        ("ls", "shoal.cli.jobs:ls", "List the submitted jobs of a directory of runs."),
+        ("watch", "shoal.cli.watch:watch", "Watch a run live, in the terminal or as a page."),
     ),
-    ("schedule", "shoal.cli.schedule:schedule", "Check a pipeline schedule and draw its timeline."),
-    (
-        "chaos",
-        "shoal.cli.chaos:chaos",
-        "Inject faults into a run and prove that they changed nothing.",
+    "Keep": (
+        ("report", "shoal.cli.report:report", "Show a run on one page: curves, faults, memory, time."),
+        ("generate", "shoal.cli.generate:generate", "Write text with a run's weights."),
+        ("evaluate", "shoal.cli.evaluate:evaluate", "Compute the loss of a run's weights on data sets."),
+        ("replay", "shoal.cli.replay:replay", "Repeat a past step of a run, compared with its record."),
+        (
+            "checkpoint",
+            "shoal.cli.checkpoint:app",
+            "List checkpoints; verify every byte; export to Hugging Face.",
+        ),
     ),
-    ("watch", "shoal.cli.watch:watch", "Watch a run live, in the terminal or as a page."),
-    ("report", "shoal.cli.report:report", "Show a run on one page: curves, faults, memory, time, samples."),
-    ("generate", "shoal.cli.generate:generate", "Write text with a run's weights."),
-    ("evaluate", "shoal.cli.evaluate:evaluate", "Compute the loss of a run's weights on data sets."),
-    (
-        "replay",
-        "shoal.cli.replay:replay",
-        "Repeat a past step of a run and compare it with what was recorded.",
-    ),
-    ("init", "shoal.cli.init:init", "Write a commented config."),
-    ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
-    ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
-    (
-        "checkpoint",
-        "shoal.cli.checkpoint:app",
-        "List a run's checkpoints; verify every byte; export to Hugging Face.",
-    ),
-    (
-        "bench",
-        "shoal.cli.bench:app",
-        "Measure collectives, or a training step next to other stacks; compare the planner with published runs.",
-    ),
-    ("launch", "shoal.cli.launch:launch", "Write a job for Slurm, Ray, Kubernetes or SageMaker; submit it."),
-    ("status", "shoal.cli.jobs:status", "What has become of a submitted job."),
-    ("logs", "shoal.cli.jobs:logs", "What a submitted job printed."),
-    ("cancel", "shoal.cli.jobs:cancel", "Have a submitted job finish its step, commit and end."),
-    ("ls", "shoal.cli.jobs:ls", "List the submitted jobs of a directory of runs."),
-    ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
-):
-    app.command(place, name=command, help=does)
+}
+for place, (title, listed) in enumerate(COMMANDS.items()):
+    group = Group(title, sort_key=place)
+    for number, (command, imported, does) in enumerate(listed):
+        app.command(imported, name=command, help=does, group=group, sort_key=number)
+_options = Group("Options", sort_key=len(COMMANDS))
+for flag in ("--help", "--version"):
+    app[flag].group = _options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,10 +153,34 @@ def _write_what_the_terminal_can() -> None:
 
 def _prefer_own_help(words: list[str]) -> None:
     """A command that is called by name explains itself in full; its line in the list is then not needed."""
-    if words and not words[0].startswith("-") and words[0] in app:
-        called = app[words[0]]
+    if not {"--help", "-h"} & set(words):
+        return
+    called = app
+    for word in words:
+        if word.startswith("-") or word not in called:
+            break
+        called = called[word]
         if called.default_command is not None:
             called.help = None
+            called.default_command.__doc__ = unbroken(called.default_command.__doc__ or "")
+
+
+def unbroken(docstring: str) -> str:
+    """Paragraphs as one line each: a terminal breaks them where it ends, and not where the source's lines do."""
+    lines: list[str] = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        before = lines[-1] if lines else ""
+        if _continues(before, line):
+            lines[-1] = f"{before} {line.lstrip()}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _continues(before: str, line: str) -> bool:
+    indents = (len(each) - len(each.lstrip()) for each in (before, line))
+    rules = any(each.startswith(("---", "- ")) for each in (before, line))
+    return bool(before and line) and len(set(indents)) == 1 and not rules
 
 
 def fail(problems: Sequence[Problem], code: int, as_json: bool) -> int:

@@ -54,9 +54,12 @@ GIVING_UP = "giving up"
 class Progress:
     """Follows a run's own files, so it shows what is recorded and nothing else."""
 
-    def __init__(self, console: Console, run: RunDirectory, steps: int, quiet: bool = False) -> None:
-        """``quiet``: another launcher of the same run shows it."""
+    def __init__(
+        self, console: Console, run: RunDirectory, steps: int, quiet: bool = False, compiles: bool = False
+    ) -> None:
+        """``quiet``: another launcher of the same run shows it. ``compiles``: a process's first step does."""
         self.console, self.run, self.steps, self.quiet = console, run, steps, quiet
+        self.compiles = compiles
         self.last: dict[str, Any] | None = None
         self.heldout: dict[str, Any] | None = None
         self.skipped = 0
@@ -87,8 +90,9 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def say(self, text: str) -> None:
-        self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        """``style``: where the terminal has colours."""
+        self.console.print(redact(text), style=style or None, markup=False, highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
         if self.quiet:
@@ -97,28 +101,31 @@ class Progress:
             self.skipped += row["kind"] == "nonfinite" and row["action"] == SKIPPED
             # What ends the run is its last word, and said then.
             if row.get("action") != GIVING_UP:
-                self.say(_fault(row))
+                self.say(_fault(row), "yellow")
         for row in self._metrics.read():
             self.last, self._new = row, True
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
-                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/{mean_over(row)}")
+                said = f"validation loss {_validated(row)} nats/{mean_over(row)}"
+                self.say(f"step {row['step']:>6}  {said}", "green")
             if row.get(EARLY):
-                self.say(f"step {row['step']:>6}  the validation loss falls no longer: the run ends here")
+                self.say(
+                    f"step {row['step']:>6}  the validation loss falls no longer: the run ends here", "green"
+                )
             if "compared" in row and row["compared"].get("told", True):
                 self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
                 if drift := row["compared"].get("drift"):
                     self.say(f"step {row['step']:>6}  {drift}")
         for row in self._samples.read():
-            self.say(f"step {row['step']:>6}  sample: {row['prompt'][-24:]!r} → {row['text'][:72]!r}")
+            self.say(f"step {row['step']:>6}  sample: {row['prompt'][-24:]!r} → {row['text'][:72]!r}", "dim")
         now = time.monotonic()
         self._activity.look(now)
         if self._live:
             self._show(self._live, now)
         elif now - self._printed > (PLAIN_SECONDS if self._new else self._patience):
             self._patience = PLAIN_SECONDS if self._new else min(2 * self._patience, MOST_PLAIN_SECONDS)
-            self.say(self.line() if self._new else self.waiting(now))
+            self.say("  ".join(self.line()) if self._new else self.waiting(now))
             self._printed, self._new = now, False
 
     def _show(self, live: Live, now: float) -> None:
@@ -126,37 +133,63 @@ class Progress:
         if not self._new and now - self._ticked < TICK_SECONDS:
             return
         quiet = self.last is None or self._activity.seconds(now) > PLAIN_SECONDS
-        parts = [*([self.line()] if self.last else []), *([self.waiting(now)] if quiet else [])]
-        live.update(Text("  ".join(parts)), refresh=True)
+        waiting = self.waiting(now) if quiet else ""
+        room = self.console.width - len(waiting)
+        live.update(
+            Text("  ".join([*fitted(self.line(), room), *([waiting] if waiting else [])])), refresh=True
+        )
         self._ticked, self._new = now, False
 
     def waiting(self, now: float) -> str:
         """What goes on that has not been recorded yet, for how long, and how long a step was predicted to take."""
-        phase, step = self._activity.phase, self._activity.step
+        phase, step, (part, parts) = self._activity.phase, self._activity.step, self._activity.part
         elapsed = _duration(self._activity.seconds(now))
         if phase not in (STEP, FIRST_STEP):
-            return f"{DOING.get(phase, 'starting')} for {elapsed}"
+            which = f" {part}/{parts}" if parts else ""
+            return f"{DOING.get(phase, 'starting')}{which} for {elapsed}"
         predicted = self.run.read_plan().get("step", {}).get("seconds")
         expected = f" (predicted: {_duration(predicted)})" if predicted and predicted >= 1 else ""
-        return f"step {step:>6}/{self.steps}  running for {elapsed}{expected}"
+        doing = "compiling and running" if phase == FIRST_STEP and self.compiles else "running"
+        return f"step {step:>6}/{self.steps}  {doing} for {elapsed}{expected}"
 
-    def line(self) -> str:
+    def line(self) -> list[str]:
+        """The last row, number by number; nothing before the first one."""
         row = self.last
-        assert row is not None
+        if row is None:
+            return []
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-        mfu = f"  MFU {100 * row['mfu']:.0f} %" if row["mfu"] else ""
+        rate, norm = row.get("lr"), row.get("grad_norm")
         pace = sum(self._recent) / len(self._recent)
-        return (
-            f"step {row['step']:>6}/{self.steps}  loss {loss}  {_rate(row['tokens_per_s'])} tokens/s{mfu}"
-            f"  memory {row['memory_peak'] / 2**20:,.0f} MiB  ETA {_duration((self.steps - row['step']) * pace)}"
-        )
+        return [
+            f"step {row['step']:>6}/{self.steps}",
+            f"loss {loss}",
+            *([f"lr {rate:.3g}"] if rate is not None else []),
+            *([f"gradient {norm:.3g}"] if norm is not None else []),
+            f"{_rate(row['tokens_per_s'])} tokens/s",
+            *([f"MFU {100 * row['mfu']:.0f} %"] if row["mfu"] else []),
+            f"memory {row['memory_peak'] / 2**20:,.0f} MiB",
+            f"ETA {_duration((self.steps - row['step']) * pace)}",
+        ]
+
+
+# What a line leaves out first where a terminal is narrow.
+LEAST = ("memory", "MFU", "gradient", "lr", "ETA")
+
+
+def fitted(parts: list[str], room: int) -> list[str]:
+    """As many of the numbers as fit on one line."""
+    for name in LEAST:
+        if len("  ".join(parts)) <= room:
+            break
+        parts = [part for part in parts if not part.startswith(name)]
+    return parts
 
 
 class Activity:
     """What the first rank does now, and since when, by the record that it keeps for others to read."""
 
     def __init__(self, path: Path) -> None:
-        self.phase, self.step = START, 0
+        self.phase, self.step, self.part = START, 0, (0, 0)
         self._reader = FlightReader(path)
         self._since = time.monotonic()
         self._before = _inode(path)  # of an earlier launcher's rank
@@ -167,8 +200,11 @@ class Activity:
                 return
             self._before = None
         seen = self._reader.look()
-        if seen is not None and (seen.phase, seen.step) != (self.phase, self.step):
+        if seen is None:
+            return
+        if (seen.phase, seen.step) != (self.phase, self.step):
             self.phase, self.step, self._since = seen.phase, seen.step, now
+        self.part = seen.part
 
     def seconds(self, now: float) -> float:
         return now - self._since

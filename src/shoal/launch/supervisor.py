@@ -129,8 +129,10 @@ class Supervisor:
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
-        steps = self.job.config.recipe.steps
-        self.progress = Progress(self.console, self.run, steps, quiet=not self.leads)
+        job = self.job
+        self.progress = Progress(
+            self.console, self.run, job.config.recipe.steps, not self.leads, job.compilation.on
+        )
         with stoppable(self.on_signal, STOP_SIGNALS), self.progress:
             thread.start()
             try:

@@ -147,9 +147,12 @@ def _asked(store: SignedStore, attempt: SignedStore) -> bool:
     return store.has(rendezvous.STOP) or attempt.has(rendezvous.REGROUP)
 
 
-def _announce(flight: FlightRecorder, guest: Guest, phase: str, step: int) -> None:
-    flight.enter(phase, step)
-    guest.enter(phase, step)
+def _announce(
+    flight: FlightRecorder, guest: Guest, phase: str, step: int, part: int = 0, parts: int = 0, /
+) -> None:
+    flight.enter(phase, step, part, parts)
+    if part == 0:
+        guest.enter(phase, step)
 
 
 def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:

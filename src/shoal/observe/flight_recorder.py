@@ -13,12 +13,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 # What a rank announces.
 START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
@@ -27,7 +26,7 @@ REFERENCE = "reference"
 
 # The file: a header, the heartbeat, a count for every channel, the last entries in a ring, and the channels'
 # descriptions as JSON.
-HEADER = struct.Struct("<QQQQ16sII")
+HEADER = struct.Struct("<QQQQ16sIIII")
 COUNT = struct.Struct("<Q")
 LONGEST_PLACE = 200
 ENTRY = struct.Struct(f"<IQQd24s{LONGEST_PLACE}s")
@@ -44,8 +43,14 @@ SIZE = DESCRIPTIONS_AT + DESCRIPTIONS
 # Between two heartbeats. They come from a thread of Python's, so they cease while anything holds Python's lock.
 BEAT_SECONDS = 0.2
 
-# Announces what a rank is about to do, and in which step: ``enter("evaluate", 100)``.
-Announce = Callable[[str, int], None]
+
+class Announce(Protocol):
+    """Announces what a rank is about to do, and in which step: ``enter("evaluate", 100)``.
+
+    What takes long is announced again with each of its ``parts``: ``enter("evaluate", 100, 3, 16)``.
+    """
+
+    def __call__(self, phase: str, step: int, part: int = 0, parts: int = 0, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Snapshot:
     counts: dict[Channel, int]
     entries: tuple[FlightEntry, ...]  # the oldest first
     starved: float = 0.0  # seconds that it was ready to run and others had the processors
+    part: tuple[int, int] = (0, 0)  # of the phase, of how many; (0, 0): not told
 
     def as_json(self) -> dict[str, Any]:
         """For a watchdog on another machine. Entries name their channel by its place among the counts."""
@@ -123,7 +129,7 @@ class FlightRecorder:
         with aside.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE)
         self._counts: list[int] = []
-        self._phase, self._step = START, 0
+        self._phase, self._step, self._part = START, 0, (0, 0)
         self._entered = self._described = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -148,9 +154,9 @@ class FlightRecorder:
             beats += 1
             COUNT.pack_into(self._memory, BEAT_AT, beats)
 
-    def enter(self, phase: str, step: int) -> None:
+    def enter(self, phase: str, step: int, part: int = 0, parts: int = 0, /) -> None:
         with self._lock:
-            self._phase, self._step = phase, step
+            self._phase, self._step, self._part = phase, step, (part, parts)
             self._write_header()
 
     def describe(self, channel: Channel) -> int | None:
@@ -180,7 +186,8 @@ class FlightRecorder:
         main = threading.main_thread().ident or 0
         known = len(self._counts), self._described
         phase = self._phase.encode()
-        HEADER.pack_into(self._memory, 0, self._entered, os.getpid(), main, self._step, phase, *known)
+        about = self._entered, os.getpid(), main, self._step, phase
+        HEADER.pack_into(self._memory, 0, *about, *known, *self._part)
 
 
 class FlightReader:
@@ -198,7 +205,7 @@ class FlightReader:
         if not self._open() or self._memory is None:
             return None
         memory = self._memory
-        entered, pid, main, step, phase, known, described = HEADER.unpack_from(memory)
+        entered, pid, main, step, phase, known, described, *part = HEADER.unpack_from(memory)
         if described != self._described:
             self._channels = _channels(memory[DESCRIPTIONS_AT : DESCRIPTIONS_AT + described])
             self._described = described
@@ -209,7 +216,8 @@ class FlightReader:
         }
         last = tuple(self._entries(memory, entered)) if entries else ()
         (beats,) = COUNT.unpack_from(memory, BEAT_AT)
-        return Snapshot(pid, main, step, phase.rstrip(b"\0").decode(), beats, counts, last)
+        name = phase.rstrip(b"\0").decode()
+        return Snapshot(pid, main, step, name, beats, counts, last, part=(part[0], part[1]))
 
     def close(self) -> None:
         """Let go of the file: who holds it keeps its disk from being unmounted."""
@@ -269,5 +277,5 @@ def _packed(channel: Channel) -> dict[str, int] | list[int]:
     return {"first": ranks[0], "step": step, "count": len(ranks)}
 
 
-def unheard(phase: str, step: int) -> None:
+def unheard(phase: str, step: int, part: int = 0, parts: int = 0, /) -> None:
     """An ``Announce`` that does nothing."""

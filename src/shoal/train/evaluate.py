@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,7 +60,13 @@ def heldout_loss(
 
 
 def heldout_means(
-    placed: Placed, samples: AnySamples, mesh: Mesh, most: int, micro: int, at_once: int
+    placed: Placed,
+    samples: AnySamples,
+    mesh: Mesh,
+    most: int,
+    micro: int,
+    at_once: int,
+    tell: Callable[[int, int], None] | None = None,
 ) -> list[float] | None:
     """The loss a token or a pair, then what it measures; None where there is nothing to predict.
 
@@ -68,7 +74,7 @@ def heldout_means(
     forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
     """
     losses, targets = own_heldout(
-        placed, samples, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks)
+        placed, samples, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks), tell
     )
     sums = summed_loss(losses, placed, mesh)
     (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
@@ -83,10 +89,11 @@ def own_heldout(
     micro: int,
     at_once: int,
     part: tuple[int, int],
+    tell: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Tensor], int]:
     """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many.
 
-    Rows that belong together are in one micro-batch.
+    Rows that belong together are in one micro-batch. ``tell`` is told which forward pass of how many comes next.
     """
     index, ranks = part
     together = samples.together
@@ -98,6 +105,8 @@ def own_heldout(
     losses: list[Tensor] = []
     targets = 0
     for first in range(0, len(groups), at_once):
+        if tell is not None:
+            tell(first // at_once + 1, -(-len(groups) // at_once))
         rows = [validation_rows(samples, group).to(mesh.device) for group in groups[first : first + at_once]]
         losses += placed.executor.forward_only([micro_batch(row) for row in rows])
         targets += sum(row.count for row in rows)

@@ -363,11 +363,12 @@ class Training:
         if not self.loader.validation:
             return {"heldout_loss": None}
         self.announce(EVALUATE, self.done)
+        tell = partial(self.announce, EVALUATE, self.done)
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
         with self.program.evaluated_weights():
             found = {
-                name: heldout_means(placed, samples, self.mesh, most, self.program.micro, at_once) or []
+                name: heldout_means(placed, samples, self.mesh, most, self.program.micro, at_once, tell) or []
                 for name, samples in self.loader.validation.items()
             }
             means = {name: [finite(one) for one in values] for name, values in found.items()}

@@ -143,7 +143,10 @@ class _Rank:
     @contextlib.contextmanager
     def _shown(self) -> Iterator[Progress]:
         """Lines of progress, from a thread: the main one computes."""
-        progress = Progress(self.output.console, self.run, self.job.config.recipe.steps)
+        job = self.job
+        progress = Progress(
+            self.output.console, self.run, job.config.recipe.steps, compiles=job.compilation.on
+        )
         over = threading.Event()
 
         def follow() -> None:

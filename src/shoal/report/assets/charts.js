@@ -28,6 +28,7 @@ const shoal = (() => {
     whole: (value) => value.toLocaleString("en"),
   };
   const byteSteps = [0, 1, 2, 3, 4].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((many) => many * 1024 ** power));
+  const wholeSteps = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((many) => many * 10 ** power));
   const xNames = { step: "step", tokens: "tokens", hours: "hours of steps" };
   const shownX = (value, kind) => (kind === "tokens" ? formats.count(value) : kind === "hours" ? three(value) : value.toLocaleString("en"));
 
@@ -95,7 +96,7 @@ const shoal = (() => {
       legend: { live: true, markers: { width: 0, fill: (plot, place) => (place ? ink_(chart.series[place - 1]) : "transparent") } },
       scales: { x: { time: false, distr: chart.xlog ? 3 : 1, log: 2 }, y: { distr: log ? 3 : 1, range: chart.zero ? (plot, low, high) => [0, (high || 1) * 1.08] : undefined } },
       axes: [
-        { ...axis, label: xNames[kind] ?? chart.xlabel, labelSize: 20, labelFont: axis.font, size: 32, space: 70, values: (plot, values) => values.map((value) => (value === null ? "" : (chart.xformat ? formats[chart.xformat](value) : shownX(value, kind)))) },
+        { ...axis, label: xNames[kind] ?? chart.xlabel, labelSize: 20, labelFont: axis.font, size: 32, space: 70, incrs: kind === "step" ? wholeSteps : undefined, values: (plot, values) => values.map((value) => (value === null ? "" : (chart.xformat ? formats[chart.xformat](value) : shownX(value, kind)))) },
         { ...axis, size: 62, incrs: chart.format === "bytes" ? byteSteps : undefined, values: (plot, values) => values.map((value) => (value === null ? "" : format(value))) },
       ],
       series: [

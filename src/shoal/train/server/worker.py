@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -118,8 +119,9 @@ class ServerWorker:
         if self.loader.heldout is not None:
             micro, at_once = layout.micro_batch(recipe.batch), layout.accumulation(recipe.batch)
             most = evaluate.batches * recipe.batch
+            tell = partial(self.announce, EVALUATE, done)
             losses, targets = own_heldout(
-                self.placed, self.loader.heldout, self.mesh, most, micro, at_once, (part, self.workers)
+                self.placed, self.loader.heldout, self.mesh, most, micro, at_once, (part, self.workers), tell
             )
             loss = float(added(losses, self.placed.measures, self.mesh.device)[0])
             if part == 0:
