@@ -115,7 +115,9 @@ def _beyond_weights(config: Config, model: Model) -> Iterator[Problem]:
     if config.model.init_from is not None and model.positions != "learned":
         if (seq := config.recipe.seq) > (most := model.max_positions):
             what = f"seq={seq} is longer than the {most:,} positions that the weights of model.init_from were trained on"
-            fix = f"recipe.seq = {most} or less; to extend them, model.path = a config.json with more positions"
+            fix = (
+                f"recipe.seq = {most} or less; to extend them, model.path = a config.json with more positions"
+            )
             yield Problem(what, fix, "recipe.seq")
 
 
