@@ -128,8 +128,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     decayed = [one for one in model.parameters() if one.dim() > 1]
     others = [one for one in model.parameters() if one.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    # AdamW divides by a gradient's own size. That of GPT-2's biases of keys is zero but for rounding, which differs with
-    # the order of a sum (and the processor): the default eps (1e-8) would make steps of 1e-10 out of it, 1e-6 of 1e-12.
+    # AdamW divides by a gradient's own size. That of GPT-2's biases of keys is zero but for rounding, which differs
+    # with the order of a sum (and the processor): eps=1e-8 would make steps of 1e-10 out of it, 1e-6 of 1e-12.
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 

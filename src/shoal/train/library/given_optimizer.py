@@ -34,7 +34,7 @@ NO_SCALER = (
 
 
 class _NoScaler:
-    """Stands where a ``GradScaler`` asks an optimizer what it can; in shards it would stop at an assertion of torch's."""
+    """Stands where a ``GradScaler`` asks an optimizer what it can; in shards, torch's own assertion would come first."""
 
     def __bool__(self) -> bool:
         raise BadInput(*NO_SCALER)
