@@ -34,7 +34,7 @@ NO_SCALER = (
 
 
 class _NoScaler:
-    """Stands where a ``GradScaler`` asks an optimizer what it can; in shards, torch's own assertion would come first."""
+    """Stands where a ``GradScaler`` asks an optimizer what it can; torch's assertion comes first in shards."""
 
     def __bool__(self) -> bool:
         raise BadInput(*NO_SCALER)
