@@ -1,4 +1,4 @@
-"""The three commands that the quickstart promises a newcomer, and the examples: as written, but small."""
+"""The three commands that the README and the quickstart promise a newcomer, and the examples: as written, but small."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shoal.cli.main import main
 from shoal.train.checkpoint.read import Checkpoint
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -84,8 +85,9 @@ def small(**more: object) -> list[str]:
 
 
 def test_the_three_commands(files: Path, capsys: Output) -> None:
-    section = PAGE.partition("in three commands")[2]
+    section = README.partition("From conversations")[2]
     block = re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
+    assert f"```\n{block}```" in PAGE  # with what each of them does
     train, export, ask = (shlex.split(line) for line in block.splitlines())
     assert [words[0] for words in (train, export, ask)] == ["shoal", "shoal", "python"]
     train[train.index("fsdp=8")] = "fsdp=2"

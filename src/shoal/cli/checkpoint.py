@@ -181,6 +181,36 @@ def export(
     return 0
 
 
+@app.command(name="import")
+def import_model(
+    model: str, directory: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False
+) -> int:
+    """Write a Hugging Face model directory as a checkpoint, with a hash of every byte.
+
+    Example: shoal checkpoint import models/Llama-3.2-1B base
+
+    model.init_from, generate, evaluate and export take it as they take a run; shoal checkpoint verify reads every byte
+    again. A run needs no import: model.init_from takes the model directory itself.
+
+    Parameters
+    ----------
+    model
+        A directory with config.json and safetensors, or a name of the Hub.
+    directory
+        The directory to write, with checkpoints/step-00000000 in it; it must not exist yet, or be empty.
+    json
+        Print one JSON document.
+    """
+    from shoal.train.huggingface.import_weights import import_weights
+
+    done = import_weights(model, directory)
+    if json:
+        print_json({**vars(done), "path": str(done.path)})
+    else:
+        print(f"{done.path}: {done.model}, {done.tensors} tensors, {_size(done.bytes)}")
+    return 0
+
+
 def _row(found: ListedCheckpoint) -> tuple[str, ...]:
     manifest = found.manifest
     facts: tuple[str, ...] = ("?",) * 6

@@ -67,7 +67,8 @@ def predicted_time(job: Job) -> str:
     plan, steps = describe_plan(job), job.config.recipe.steps
     seconds = plan["step"]["seconds"]
     step = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-    whole = f"{duration(seconds * steps)} for {steps:,} steps"
+    known_length = job.config.recipe.epochs is None or "steps" in job.config.recipe.model_fields_set
+    whole = f", {duration(seconds * steps)} for {steps:,} steps" if known_length else ""
     rates = calibration.find(job.cluster)
     known = rates.known or rates.measured is not None
     trust = (
@@ -75,7 +76,7 @@ def predicted_time(job: Job) -> str:
         if known
         else "a guess until shoal profile --calibrate has measured this machine"
     )
-    return f"predicted: {step} s/step, {whole} ({trust})"
+    return f"predicted: {step} s/step{whole} ({trust})"
 
 
 def git_commit(folder: Path, digits: int = 40) -> str | None:

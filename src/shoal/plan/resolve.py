@@ -90,6 +90,7 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1, ranks: i
         layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
     problems.extend([*support.missing(config, model, layout), *support.of_another_loss(config)])
     if model is not None:
+        problems.extend(_beyond_weights(config, model))
         strict = config.run.strict
         # Where ranks share devices there may be any number of them.
         devices = None if config.cluster.share else cluster
@@ -107,6 +108,17 @@ def _several(cluster: Cluster, nodes: int, ranks: int | None) -> Cluster:
     if ranks is None or cluster.devices_per_node == ranks:
         return cluster.model_copy(update={"nodes": nodes})
     return assemble(cluster.name, cluster.device, nodes, ranks, host_memory=cluster.host_memory)
+
+
+def _beyond_weights(config: Config, model: Model) -> Iterator[Problem]:
+    """Rotary positions go on for ever; weights that others have trained do not bear those beyond their own."""
+    if config.model.init_from is not None and model.positions != "learned":
+        if (seq := config.recipe.seq) > (most := model.max_positions):
+            what = f"seq={seq} is longer than the {most:,} positions that the weights of model.init_from were trained on"
+            fix = (
+                f"recipe.seq = {most} or less; to extend them, model.path = a config.json with more positions"
+            )
+            yield Problem(what, fix, "recipe.seq")
 
 
 def _ramp_problems(

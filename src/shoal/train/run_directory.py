@@ -222,6 +222,9 @@ class RunDirectory:
         signs = (self.path / ".lock", self.config, self.checkpoints, self.path / JOB)
         if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
+        if (self.checkpoints / "step-00000000").is_dir():
+            fix = f"model.init_from = {str(self.path)!r}, and another place with --run DIR"
+            raise BadInput(f"{self.path} holds weights that shoal checkpoint import wrote, and no run", fix)
 
     def finished(self, steps: int, commits: bool) -> bool:
         """Whether all steps are done; in a run that commits nothing the metrics are the only witness."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.train.huggingface.hub_server import hub_of
 from tests.train.huggingface.models import save_random
 from torch import Tensor
 
+from shoal.cli.main import main
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.facts.model.presets import PRESETS, at
@@ -162,6 +164,40 @@ def test_a_box_of_a_file_is_the_box_of_the_tensor(tmp_path: Path) -> None:
     files = WeightFiles(tmp_path, model)
     whole = load_file(tmp_path / "model.safetensors")["transformer.h.1.attn.c_attn.weight"]
     assert torch.equal(files.read("transformer.h.1.attn.c_attn.weight", (3, 40), (5, 20)), whole[3:8, 40:60])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
+def test_a_model_directory_as_a_checkpoint_and_back(
+    train: Train, tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shoal(*words: object) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", *map(str, words)])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    model: Any = save_random(family, tmp_path / "model").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    assert shoal("import", tmp_path / "model", tmp_path / "base") == 0
+    assert shoal("verify", tmp_path / "base") == 0
+    assert shoal("export", tmp_path / "base", tmp_path / "back") == 0
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert at(str(tmp_path / "base")).hidden == at(str(tmp_path / "model")).hidden == 32
+    assert shoal("import", tmp_path / "model", tmp_path / "base") == 2
+    with pytest.raises(BadInput, match="and no run"):
+        train("base")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert shoal("import", tmp_path / "model", tmp_path / "none") == 2 and not (tmp_path / "none").exists()
+    assert "no *.safetensors files" in capsys.readouterr().err
+
+
+def test_rows_beyond_the_positions_of_the_weights(train: Train, tmp_path: Path) -> None:
+    save_random("llama", tmp_path / "model")
+    with pytest.raises(BadInput, match="longer than the 64 positions") as refused:
+        train("run", model__path="", model__init_from=tmp_path / "model", recipe__seq=65)
+    assert len(refused.value.problems) == 1 and not (tmp_path / "run").exists()
 
 
 def test_names_of_the_hub(settings: Settings, tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_grad_scaler(run: shoal.Run) -> None:
         run.prepare(model, sgd(model), None, torch.amp.GradScaler("cpu"))
 
 
+def test_a_grad_scaler_in_the_loop(run: shoal.Run) -> None:
+    """Where shards hold no gradients yet, torch would stop at an assertion of its own."""
+    model = Vision()
+    model, optimizer = run.prepare(model, sgd(model))
+    with pytest.raises(BadInput, match="bfloat16"):
+        torch.amp.GradScaler("cpu").step(optimizer)
+
+
 def test_a_scheduler_that_no_resume_could_repeat(run: shoal.Run) -> None:
     model = Vision()
     optimizer = sgd(model)

@@ -241,6 +241,10 @@ def _config_path(text: str) -> Path | None:
             for folder in (path.parent, path) if path.name == "checkpoints" else (path,):
                 if (folder / MANIFEST).is_file():
                     return folder / MANIFEST
+            # Checkpoints without a run around them: imported or copied.
+            inside = path if path.name == "checkpoints" else path / "checkpoints"
+            if found := [one for one in inside.glob("step-*") if (one / MANIFEST).is_file()]:
+                return max(found, key=lambda one: (len(one.name), one.name)) / MANIFEST
         if path.is_dir():
             return path / CONFIG
         return path if path.is_file() else None

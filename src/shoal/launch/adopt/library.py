@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -14,20 +15,21 @@ from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
 from shoal.train.library.run import JoinedRanks
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+# A script may have several runs, one after the other, which meet in the same store: each has keys of its own there.
+_RUNS = count()
 
 
 def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks:
     """This process as a rank: of a group that the script has made, of a launcher's, or of one."""
-    patience = timedelta(seconds=timeout)
+    patience, number = timedelta(seconds=timeout), next(_RUNS)
     if dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
         here = _device(device, local)
         rank, world = dist.get_rank(), dist.get_world_size()
         nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
         # Made by the script, which goes on using it.
-        return JoinedRanks(
-            rank, world, here, _signed(rank, world, _its_store(), timeout), nodes, lambda: None
-        )
+        signed = _signed(rank, world, dist.PrefixStore(f"run-{number}", _its_store()), timeout)
+        return JoinedRanks(rank, world, here, signed, nodes, lambda: None)
     found = told()
     here = _device(device, found.local_rank if found else 0)
     if found is None or found.world == 1:
@@ -41,7 +43,7 @@ def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks
         multi_tenant=True,
     )
     # A restart meets in the same store, where the last attempt's keys still are.
-    own = dist.PrefixStore(f"shoal-{os.environ.get(ATTEMPT, '0')}", store)
+    own = dist.PrefixStore(f"shoal-{os.environ.get(ATTEMPT, '0')}-{number}", store)
     backend = "nccl" if here.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=own, rank=found.rank, world_size=found.world, timeout=patience)
     signed = _signed(found.rank, found.world, own, timeout)

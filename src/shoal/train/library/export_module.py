@@ -49,6 +49,16 @@ def export_module(
             yield values.reshape(-1).view(torch.uint8).numpy().data
 
     with written_aside(into) as aside:
+        if hasattr(module, "peft_config"):
+            trained = {name for name, one in module.named_parameters() if one.requires_grad}
+            buffers = {name for name, _ in module.named_buffers()}
+            kept = [one.name for one in entries if one.name in trained | buffers]
+            held = {name: checkpoint.tensor("weight", name).to(written(name)) for name in kept}
+            # The base model is where it came from: its names here are PEFT's, which nothing else reads.
+            module.save_pretrained(aside, state_dict=held)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+            return
         for name, tensors in files.items():
             write_weights_file(aside / name, tensors, contents(tensors))
         if len(files) > 1:

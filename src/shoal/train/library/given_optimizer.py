@@ -27,15 +27,23 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 UPDATE = "run.update(), or run.step(model, batch), which is forward, backward and update"
+NO_SCALER = (
+    "a GradScaler was given: losses are sums here, which do not vanish in fp16 as means do",
+    "leave it out, and compute in bf16: torch.autocast(device, torch.bfloat16) around run.step",
+)
+
+
+class _NoScaler:
+    """Stands where a ``GradScaler`` asks an optimizer what it can; torch's assertion comes first in shards."""
+
+    def __bool__(self) -> bool:
+        raise BadInput(*NO_SCALER)
 
 
 def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
     """Refuse what could not be carried out; before anything is placed."""
     if isinstance(optimizer, torch.amp.GradScaler):
-        raise BadInput(
-            "a GradScaler was given: losses are sums here, which do not vanish in fp16 as means do",
-            "leave it out, and compute in bf16: torch.autocast(device, torch.bfloat16) around run.step",
-        )
+        raise BadInput(*NO_SCALER)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
             f"{type(optimizer).__name__} is no optimizer", "torch.optim.AdamW(model.parameters(), lr=…)"
@@ -80,11 +88,10 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
             )
 
     optimizer.register_step_pre_hook(refuse)
-
-
-def fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can be told on the device to scale gradients, or to do nothing."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    given: Any = optimizer
+    # Whether it can be told on the device to scale gradients, or to do nothing.
+    given._shoal_steered = bool(getattr(given, "_step_supports_amp_scaling", False))
+    given._step_supports_amp_scaling = _NoScaler()
 
 
 @torch.no_grad()
@@ -97,7 +104,7 @@ def update(
     """
     gradients = [one.grad for one in updated if one.grad is not None]
     steered: Any = optimizer
-    on_device = fused(optimizer) and not any(
+    on_device = steered._shoal_steered and not any(
         one.dtype == torch.float64 or one.device != sound.device for one in gradients
     )
     known: bool | None = None

@@ -305,8 +305,8 @@ class Run:
     def export(self, dir: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> Path:
         """Write the model as a directory that ``transformers`` loads; of a plain module, its weights as safetensors.
 
-        From the commit of the last step, which is made where there is none. ``tokenizer``: is saved beside it.
-        ``dtype``: of the weights, None for their own.
+        Of a PEFT model, its adapters. From the commit of the last step, which is made where there is none.
+        ``tokenizer``: is saved beside it. ``dtype``: of the weights, None for their own.
         """
         check_tokenizer(tokenizer)
         module, into = self._placed().module, Path(dir)
