@@ -142,9 +142,9 @@ def test_help_has_examples(capfd: Capture) -> None:
         ([*TINY, "--layout", "pp=2", "--rank", "0", "--stages"], "mutually exclusive", "use one of them"),
         ([*TINY, "--set", "recipe.lr=1"], "--set without a config", "--layout"),
         (
-            [*TINY, "--layout", "fsdp=2,offload=optimizer+params@nvme"],
+            [*TINY, "--layout", "fsdp=2,offload=activations"],
             "does not train with it",
-            "optimizer@nvme",
+            "recompute=full",
         ),
         ([*TINY, "--layout", "dp=3"], "batch=4 does not divide by dp·fsdp = 3", "dp=2"),
         ([*TINY, "--layout", "dp=two"], "dp=two", "dp=1"),

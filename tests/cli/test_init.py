@@ -133,18 +133,19 @@ def test_what_the_engine_will_refuse_is_said_and_marked(capsys: Capture) -> None
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
         },
+        "fp16": {"enabled": True},
         "wall_clock_breakdown": True,
     }
     Path("ds.json").write_text(json.dumps(settings), encoding="utf-8")
     code, out, err = shoal_(capsys, "init", "--from", "ds.json", "--on", "8xH100", "--model", "llama3-8b")
     assert code == 0 and "put right what is refused" in out
     assert (
-        "the engine will refuse: layout: offload=params@nvme with optimizer states in memory: this version of Shoal "
+        'the engine will refuse: layout: offload=optimizer with recipe.precision = "fp16": this version of Shoal '
         "does not train with it" in err
     )
     assert "note: wall_clock_breakdown = True: no counterpart, left out" in err.splitlines()
     text = Path("shoal.toml").read_text("utf-8")
-    assert "# REFUSED: layout: offload=params@nvme" in text
+    assert "# REFUSED: layout: offload=optimizer with" in text
     assert load(Path("shoal.toml")).config.layout == "fsdp=8,micro=1,offload=optimizer+params@nvme"
     _, out, _ = shoal_(capsys, "init", "--from", "ds.json", "--on", "8xH100", "--force", "--json")
     shown = json.loads(out)
@@ -152,7 +153,7 @@ def test_what_the_engine_will_refuse_is_said_and_marked(capsys: Capture) -> None
     assert "not in the file, so Shoal's default holds: recipe.seq = 128, recipe.lr = 0.01" in "".join(
         shown["notes"]
     )
-    assert "offload=params" in shown["refused"][0]["what"] and shown["refused"][0]["fix"]
+    assert "offload=optimizer" in shown["refused"][0]["what"] and shown["refused"][0]["fix"]
 
 
 def test_weights_are_trained_further(capsys: Capture) -> None:

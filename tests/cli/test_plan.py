@@ -126,8 +126,8 @@ def test_an_illegal_layout_is_refused_with_all_reasons_and_the_nearest(capsys: C
         ([*SMALL, "--html", "no/such/page.html"], ["there is no directory no/such"]),
         (["gpt2", *SMALL[1:3], "--seq", "4096", "--batch", "4"], ["learned positions"]),
         (
-            [*SMALL, "--layout", "dp=2,offload=optimizer+params@nvme", "--save", "x.toml"],
-            ["offload=params@nvme with optimizer states in memory"],
+            [*SMALL, "--layout", "dp=2,offload=activations", "--save", "x.toml"],
+            ["offload=activations with recompute=none"],
         ),
         (["--on", "2xH100"], ["MODEL"]),
     ],

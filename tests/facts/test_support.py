@@ -38,11 +38,6 @@ def test_what_is_run(layout: str, strict: bool) -> None:
 @pytest.mark.parametrize(
     ("layout", "what", "fix"),
     [
-        (
-            "offload=optimizer+params:0.5@nvme",
-            "layout: offload=params@nvme with optimizer states in memory",
-            "optimizer@nvme",
-        ),
         ("offload=activations", "layout: offload=activations with recompute=none", "recompute=full"),
     ],
 )
@@ -81,7 +76,7 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 def test_everything_is_refused_at_once() -> None:
     config = Config.model_validate({"evaluate": {"ema": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
-        support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=optimizer+params@nvme"))
+        support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=optimizer+activations"))
     assert len(caught.value.problems) == 3
 
 

@@ -81,8 +81,9 @@ def test_what_the_engine_runs_is_said() -> None:
     assert judged("fsdp=8").support == "runs" and judged("fsdp=8").runs
     assert "--save plan.toml && shoal train plan.toml" in judged("fsdp=8").command
     assert judged("fsdp=8,offload=params").support == "runs"
-    planned = judged("fsdp=8,offload=optimizer+params@nvme")
-    assert planned.support == "planned only: layout: offload=params@nvme with optimizer states in memory"
+    assert judged("fsdp=8,offload=optimizer+params@nvme").support == "runs"
+    planned = judged("fsdp=8,offload=activations")
+    assert planned.support == "planned only: layout: offload=activations with recompute=none"
     assert "--export" in planned.command and not planned.runs
     assert judged("fsdp=8,ep=4", model="mixtral-8x7b").support == "runs"
     assert judged("dp=8", lora=Lora()).support == "runs"

@@ -175,6 +175,7 @@ CASES += [
     ("micro=4,offload=params@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
     ("micro=1,recompute=full,offload=params@nvme", {"layers": 6, "tied": True}, {"precision": "bf16"}, 0),
     ("micro=2,offload=optimizer@nvme+params:0.5@nvme", {"layers": 4}, {}, 0),
+    ("fsdp=2,micro=1,offload=optimizer+params@nvme", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("dp=2,offload=params@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
     ("fsdp=2,micro=1,offload=params@nvme", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("fsdp=2,zero=1,offload=params:0.5@nvme", {"layers": 4}, {}, 0),

@@ -112,10 +112,6 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
     for one in strategies.missing(layout):
         value = printed(getattr(layout, one.key))
         yield f"layout: {one.key}={value}", f"{one.key}={one.off}{run if one.key in DEGREES else ''}"
-    resting, updated = (waiting(layout.offload, what) for what in ("params", "optimizer"))
-    if resting is not None and updated is not None and resting.nvme and not updated.nvme:
-        # An update reads states and gradients, and writes weights, a stretch at a time: all of them are in files.
-        yield "layout: offload=params@nvme with optimizer states in memory", "optimizer@nvme too, or params"
     if layout.recompute == "none" and any(part.what == "activations" for part in layout.offload):
         # Every activation would travel, several times what the device computes meanwhile hides.
         what = "layout: offload=activations with recompute=none"

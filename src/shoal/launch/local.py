@@ -234,7 +234,8 @@ def check_memory(job: Job, nodes: int = 1) -> None:
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
     away, resting = (waiting(job.layout.offload, what) for what in ("optimizer", "params"))
-    in_files = resting is not None and resting.nvme  # then gradients are there too
+    # Gradients are in files where what they become and what they meet are.
+    in_files = resting is not None and resting.nvme and away is not None and away.nvme
     if away is not None and (away.nvme or not on_cpu):
         for kind in ("optimizer",) if on_cpu and not in_files else ("optimizer", "grads"):
             states[kind] = round(states[kind] * (1 - away.fraction))

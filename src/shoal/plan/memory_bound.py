@@ -99,7 +99,7 @@ class MemoryBound(RankMemory):
         )
         host = nvme = 0.0
         elements = optimizer.fraction * sizes.trained_share
-        if params is not None and params.nvme:
+        if params is not None and params.nvme and optimizer.nvme:
             nvme += elements * (self.away_states + self.away_gradient)
         elif optimizer.nvme:
             host, nvme = elements * self.away_gradient, elements * self.away_states

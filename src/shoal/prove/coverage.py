@@ -96,6 +96,7 @@ FULL = (
     "fsdp=2,offload=params:0.5@nvme",
     "fsdp=2,zero=2,micro=1,offload=optimizer@nvme+params:0.5@nvme",
     "pp=2,offload=params@nvme",
+    "fsdp=2,zero=1,micro=1,offload=optimizer+params@nvme",
     # weights that rest in the host's memory
     "dp=2,offload=params",
     "fsdp=2,offload=params:0.5",

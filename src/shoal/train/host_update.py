@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -25,10 +26,11 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.model.parameters import block_of
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.state_files import GRADIENT, new_weights
 from shoal.parallel.offload.states import OffloadedStates
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import Shard, goes_home
 from shoal.train import host_adamw
 from shoal.train.adamw import AdamW, HostPart
 from shoal.train.optimizer import CLIP_EPS, refuses
@@ -70,6 +72,7 @@ class HostUpdate:
         largest = max((piece.tensor.numel() for piece in offloaded.pieces), default=0)
         self._room = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
         self._running: Future[None] | None = None
+        self._going: deque[FileTransfer] = deque()  # new weights, to the files that they rest in
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
         self._ends: dict[int, torch.cuda.Event] = {}
@@ -157,6 +160,8 @@ class HostUpdate:
                 self._pass(number)
             if self.offloaded.filed is not None:
                 self.offloaded.filed.finish()
+            while self._going:
+                self._going.popleft().result()
         finally:
             self._pass(math.inf)
 
@@ -184,6 +189,12 @@ class HostUpdate:
             update(states, start, gradient[part], returned[part])
         if apart:
             return  # the next pass fetches it
+        if piece.held.home_file is not None:
+            # The place is taken again in a backward pass, which fetches from there, so after this. Where ranks gather
+            # each other's, all of it goes there then.
+            if (rests := goes_home(piece)) is not None:
+                self._going.append(rests.send(returned))
+            return
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return

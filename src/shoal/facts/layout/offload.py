@@ -3,7 +3,8 @@
 ``offload=optimizer`` gives the host the master copies, the optimizer's states and the update. The network's weights
 stay on the device in the compute precision; gradients leave it as they are summed. ``offload=params`` sends the
 weights away as well, and with them their update. ``optimizer@nvme`` keeps what only an update reads in files;
-``params@nvme`` keeps weights there, and gradients too while they wait for the norm.
+``params@nvme`` keeps weights there, and unless it is written with ``optimizer`` the states, and gradients while they
+wait for the norm.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def off_device(
 
     Gradients that are yet to be added up where they rest pass through buffers for two blocks, larger pieces in parts;
     states on their way from a file and back through a ring. ``all_filed``: so do gradients, which came there through
-    buffers of their own (``params@nvme``).
+    buffers of their own (``params@nvme``, and states with it).
     """
     ring = ring_elements(elements, min(largest, elements))
     if all_filed:

@@ -53,7 +53,9 @@ class AwayState:
 
         ``in_file``: that one has its values in a file (``state_files.py``), and no memory here.
         """
-        self.memory, self.rests = memory, piece.held.home is not None
+        self.memory = memory
+        # New weights are written where they rest. Those that rest in a file are sent there.
+        self.rests = piece.held.home is not None and piece.held.home_file is None
         device = piece.tensor.detach() if piece.working is None else piece.working
         piece.working, piece.away = device, self
         if not in_file:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import OffDevice, away_bytes, leaves_early, off_device, waiting
+from shoal.facts.layout.offload import OffDevice, away_bytes, leaves_early, off_device, staged_bytes, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
@@ -51,12 +51,14 @@ def elsewhere(rank: RankInventory) -> OffDevice:
     if optimizer is not None:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
         adds_up = adds_up and leaves_early(workload.layout)
-        all_filed = params is not None and params.nvme
+        all_filed = params is not None and params.nvme and optimizer.nvme
         largest = largest_piece(workload, rank.number) if optimizer.nvme else 0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
         host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
+        if params.nvme and optimizer is not None and not optimizer.nvme:
+            host += staged_bytes(adds_up=False)  # of weights alone
     return OffDevice(host, nvme)
 
 

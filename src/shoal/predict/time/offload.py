@@ -68,9 +68,10 @@ def transfer(
     each = away_bytes(workload.recipe, layout, times, workload.stack)
     elements, layers = has.updated * away.optimizer, max(1, has.layers)
     in_files = _on_nvme(workload, "params")
+    all_filed = in_files and _on_nvme(workload, "optimizer")
     leaving = elements * each.travelling / rates.link
     adding = elements * each.added / rates.update if times > 1 else 0.0
-    if in_files:
+    if all_filed:
         # What adds up is read and written for every micro-batch.
         adds_up = times > 1 and leaves_early(layout)
         leaving = max(leaving, elements * each.gradient / rates.disk_write)
@@ -91,9 +92,10 @@ def transfer(
     through_disk = 0.0
     if _on_nvme(workload, "optimizer"):
         through_disk = elements * each.states * (1 / rates.disk_read + 1 / rates.disk_write)
-    if in_files:
-        # Gradients are read as they are used, new weights written as they are made.
+    # Gradients are read as they are used, new weights written as they are made.
+    if all_filed:
         through_disk += elements * each.gradient / rates.disk_read
+    if in_files:
         through_disk += has.updated * away.params * each.back / rates.disk_write
     ready = max(elements * each.updated / rates.update, through_disk, back) + back / layers
     if away.optimizer == 1.0:
