@@ -149,13 +149,14 @@ def _amount(value: float) -> str:
 def _explain(found: PlanReport) -> None:
     best = found.plans[0] if found.plans else None
     for plan in found.plans:
-        print(f"\n{plan.layout} ({plan.support})\n  {plan.why}")
+        print(f"\n{plan.layout} ({plan.support})")
+        print_wrapped(f"  {plan.why}", "  ")
         if best is not None and plan is not best:
-            print(f"  {against(plan, best)}")
+            print_wrapped(f"  {against(plan, best)}", "  ")
     if found.rejected:
         print("\nrunners-up")
     for layout, reason in found.rejected:
-        print(f"  {layout}: {reason}")
+        print_wrapped(f"  {layout}: {reason}", "    ")
 
 
 def _below(found: PlanReport) -> None:
