@@ -114,13 +114,14 @@ def own_kinds(written: dict[str, str]) -> dict[str, dict[str, Any]]:
 def test_what_is_kubernetes_own_fits_its_schema_and_no_typo_does(name: str, written: dict[str, str]) -> None:
     manifest = own_kinds(written)[name]
     assert known(manifest)
-    for *path, key in keys(manifest):
+    # These two choose the schema.
+    for *path, key in (place for place in keys(manifest) if place not in {("apiVersion",), ("kind",)}):
         wrong = copy.deepcopy(manifest)
         inner = wrong
         for step in path:
             inner = inner[step]
         inner[f"{key}x"] = inner.pop(key)
-        assert not known(wrong) or key in ("apiVersion", "kind"), f"nothing noticed {key}x in {path}"
+        assert not known(wrong), f"nothing noticed {key}x in {path}"
 
 
 def misspelt(manifest: Any) -> set[tuple[str, str]]:
