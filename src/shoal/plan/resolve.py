@@ -112,13 +112,11 @@ def _several(cluster: Cluster, nodes: int, ranks: int | None) -> Cluster:
 
 def _beyond_weights(config: Config, model: Model) -> Iterator[Problem]:
     """Rotary positions go on for ever; weights that others have trained do not bear those beyond their own."""
-    if config.model.init_from is not None and model.positions != "learned":
-        if (seq := config.recipe.seq) > (most := model.max_positions):
-            what = f"seq={seq} is longer than the {most:,} positions that the weights of model.init_from were trained on"
-            fix = (
-                f"recipe.seq = {most} or less; to extend them, model.path = a config.json with more positions"
-            )
-            yield Problem(what, fix, "recipe.seq")
+    seq, most = config.recipe.seq, model.max_positions
+    if config.model.init_from is not None and model.positions != "learned" and seq > most:
+        what = f"seq={seq} is longer than the {most:,} positions that model.init_from was trained on"
+        fix = f"recipe.seq = {most} or less; to extend them, model.path = a config.json with more positions"
+        yield Problem(what, fix, "recipe.seq")
 
 
 def _ramp_problems(
