@@ -57,8 +57,10 @@ def test_a_grad_scaler_in_the_loop(run: shoal.Run) -> None:
     """Where shards hold no gradients yet, torch would stop at an assertion of its own."""
     model = Vision()
     model, optimizer = run.prepare(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.zeros(1, 3, 9, 9)).sum()).backward()
     with pytest.raises(BadInput, match="bfloat16"):
-        torch.amp.GradScaler("cpu").step(optimizer)
+        scaler.step(optimizer)
 
 
 def test_a_scheduler_that_no_resume_could_repeat(run: shoal.Run) -> None:
