@@ -58,7 +58,7 @@ def show(
     if not rows:
         print("nothing is changed: every value is the default")
         return 0
-    titled = [("key", "value", "from", "meaning"), *rows]
+    titled: list[tuple[str, ...]] = [("key", "value", "from", "meaning"), *rows]
     if sys.stdout.isatty():
         print_fitted(titled, (((0, 1, 2, 3),), ((0, 1, 2), (3,))))
     else:  # one line a key, to be searched
