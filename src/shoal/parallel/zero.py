@@ -118,7 +118,7 @@ class ShardedBucket:
         own = values[self.owned]
         for piece, place in self.placed:
             assert piece.working is not None
-            own[place].copy_(piece.working if piece.held.home_file is None else weight(piece))
+            own[place].copy_(piece.working if piece.held.home_file is None else weight(piece).detach())
         all_gather_single(values, own, group=group, async_op=True).wait()
         going = []
         for one, view in zip(self.held, self.views(values), strict=True):
