@@ -118,7 +118,7 @@ def steps(placed: Placed, mesh: Mesh, case: Case, count: int) -> Iterator[torch.
     tensors = [piece.tensor for piece in placed.gradients.pieces]
     # AdamW divides by the gradient's size + eps: of a gradient near zero, a smaller eps would make a whole
     # step out of its last digits, which differ with the order of a sum.
-    optimizer = torch.optim.AdamW(tensors, lr=1e-2, eps=1e-4, foreach=False)
+    optimizer = torch.optim.AdamW(tensors, lr=1e-2, eps=1e-3, foreach=False)
     for _ in range(count):
         here = batches(case, mesh)
         placed.start_step(len(here))
