@@ -27,6 +27,7 @@ RUN_BY = {
     "cancel": "tests/launch/jobs/test_jobs.py",
     "chaos": "tests/prove/chaos/test_campaign.py",
     "checkpoint export": "tests/train/huggingface/test_export.py",
+    "checkpoint import": "tests/train/huggingface/test_import.py",
     "checkpoint ls": "tests/cli/test_checkpoint.py",
     "checkpoint verify": "tests/cli/test_checkpoint.py",
     "config show": "tests/cli/test_main.py",

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.facts.redact import REDACTED, Redactor, holds_password, is_secret_name
@@ -153,6 +153,9 @@ def test_only_texts_are_redacted_in_structures() -> None:
 
 
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.dictionaries(st.text(), inner), max_leaves=5))
+@example({"SECRET": -10000})
+@example({"SECRET": 1234567890123456789})
+@example({"HF_TOKEN": "1234567890123456789"})
 def test_json_stays_json_and_twice_is_once(document: object) -> None:
     text = json.dumps(document)
     clean = NOTHING.text(text)

@@ -56,6 +56,8 @@ _HEADER = re.compile(
 # bracket is code that computes one.
 _NAME = re.compile(r"""(?<![A-Za-z0-9_-])([A-Za-z][A-Za-z0-9_-]{2,}+)["']?\s{0,4}[:=]\s{0,4}["']?""")
 _VALUE = re.compile(r"""(?:\\.|[^\s\\"'`,;&<>()\[\]{}]){6,}+(?![\[(])""")
+# In JSON a number stands without quotes, and is no secret: what took its place would not be JSON.
+_JSON_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|Infinity)")
 # In small letters "token" is a word of our trade.
 _SECRET_IN_TEXT = re.compile(
     r"password|passwd|passphrase|secret|(?:api|access|private|account)[_-]?key|(?:auth|access|refresh|bearer|api)[_-]?token",
@@ -192,6 +194,8 @@ def _without_named(text: str) -> str:
         secret = is_secret_name(name) if name.isupper() else _SECRET_IN_TEXT.search(name)
         value = _VALUE.match(text, start) if secret and start >= done else None
         if value is None or value[0] == name or not _is_hard_to_guess(value[0], SHORTEST_NAMED):
+            continue
+        if match[0].rstrip().endswith('":') and _JSON_NUMBER.fullmatch(value[0]):
             continue
         # ``secret_key=self.secret_key`` is a line of code, as tracebacks quote them.
         if "." in value[0] and value[0].replace(".", "_").isidentifier():

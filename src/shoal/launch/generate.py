@@ -65,11 +65,11 @@ def job_for(
         "recipe": recipe,
         "compile": {"enabled": False},
     }
-    job = resolve(Config.model_validate(values), visible)
+    job = resolve(Config.model_validate(values), visible, trains=False)
     on_gpu = job.cluster.device.name != "cpu"
     recipe["precision"] = precision or ("bf16" if on_gpu else "fp32")
     recipe["states"] = "bf16" if recipe["precision"] == "bf16" else "fp32"
-    job = resolve(Config.model_validate(values), visible)
+    job = resolve(Config.model_validate(values), visible, trains=False)
     local.check_devices(job, visible)
     weights_of(source.weights, job.model, average)  # refuses what does not fit
     return without_offload(job)

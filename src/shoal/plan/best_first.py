@@ -93,7 +93,7 @@ class Priced:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class HuntResult:
     """What a hunt has found so far: what fits, what was priced and lost, and how fast the rest is at best."""
 
     accepted: list[Priced]
@@ -101,7 +101,7 @@ class Found:
     at_best: float | None
 
 
-def received(found: Found, asked: Workload) -> Found:
+def received(found: HuntResult, asked: Workload) -> HuntResult:
     """From another process, which asked for an equal workload: here its layouts are of this one."""
     for one in (*found.accepted, *found.lost):
         one.workload = replace(asked, layout=one.workload.layout)
@@ -267,8 +267,8 @@ class BestFirst(Walk):
         self.accepted.sort(key=lambda one: one.step.seconds)
 
     @property
-    def found(self) -> Found:
-        return Found(self.accepted, self.lost, self.at_best)
+    def found(self) -> HuntResult:
+        return HuntResult(self.accepted, self.lost, self.at_best)
 
     @property
     def _spent(self) -> int:

@@ -18,7 +18,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.plan import evidence, practice
-from shoal.plan.best_first import BestFirst, Found, Priced
+from shoal.plan.best_first import BestFirst, HuntResult, Priced
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_bytes, out_of_memory
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
@@ -173,7 +173,7 @@ def choose(
     bounds: TimeBound,
     room: MemoryBound,
     hunts: Sequence[BestFirst],
-    others: Sequence[Found],
+    others: Sequence[HuntResult],
     against: Replicas,
 ) -> Chosen | None:
     """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that

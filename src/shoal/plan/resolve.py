@@ -60,11 +60,18 @@ class Job:
         )
 
 
-def resolve(config: Config, visible: str | None = None, nodes: int = 1, ranks: int | None = None) -> Job:
+def resolve(
+    config: Config,
+    visible: str | None = None,
+    nodes: int = 1,
+    ranks: int | None = None,
+    trains: bool = True,
+) -> Job:
     """Look up model and cluster, choose the layout where it is ``auto``, and report every problem at once.
 
     ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine, or so many like it. ``ranks``:
-    how many of them another launcher has started on each, where that is known.
+    how many of them another launcher has started on each, where that is known. ``trains``: weights learn from rows of
+    ``recipe.seq``; text that they write ends at their positions by itself.
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
@@ -90,7 +97,8 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1, ranks: i
         layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
     problems.extend([*support.missing(config, model, layout), *support.of_another_loss(config)])
     if model is not None:
-        problems.extend(_beyond_weights(config, model))
+        if trains:
+            problems.extend(_beyond_weights(config, model))
         strict = config.run.strict
         # Where ranks share devices there may be any number of them.
         devices = None if config.cluster.share else cluster

@@ -21,7 +21,7 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
 from shoal.plan.beside import beside
-from shoal.plan.best_first import OTHERS, BestFirst, Found, Priced, StrategyKey, received
+from shoal.plan.best_first import OTHERS, BestFirst, HuntResult, Priced, StrategyKey, received
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
@@ -251,7 +251,7 @@ def _seconds(hunts: list[BestFirst], space: Space | None = None) -> float:
     return min((one.step.seconds for one in kept), default=inf)
 
 
-def _ranked(hunts: list[Found], top: int, against: Replicas, ours: bool) -> list[Plan]:
+def _ranked(hunts: list[HuntResult], top: int, against: Replicas, ours: bool) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
     best: dict[StrategyKey, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
@@ -267,7 +267,7 @@ def _ranked(hunts: list[Found], top: int, against: Replicas, ours: bool) -> list
     return plans
 
 
-def _rejected(hunts: list[Found], plans: list[Plan]) -> list[Rejected]:
+def _rejected(hunts: list[HuntResult], plans: list[Plan]) -> list[Rejected]:
     """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
     if not plans:
         return []
