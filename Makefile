@@ -1,4 +1,4 @@
-# make setup | test | test-system | demo. Each works on a fresh machine with Python >= 3.11 and nothing else.
+# make setup | test | test-system | test-full | demo. Each works on a fresh machine with Python >= 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The development environment but for torch, with hashes, for the Python that it was made for.
 LOCK := requirements/dev.lock
 
-.PHONY: setup lock test lint types floors pytest test-system demo clean
+.PHONY: setup lock test lint types floors pytest test-system test-full demo clean
 
 setup: $(VENV)/.ready
 
@@ -50,7 +50,7 @@ floors: setup
 
 # Most tests wait for processes: more of them at once than there are cores.
 pytest: setup
-	$(BIN)/python -m pytest -m 'not system and not long' -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m 'not system and not long and not full' -n $(WORKERS) --dist worksteal
 
 # Tests that take long, and tests that need system packages or root.
 test-system: setup
@@ -61,6 +61,10 @@ test-system: setup
 	@command -v slurmctld > /dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null 2>&1 || echo "no Slurm: its jobs are not tested"
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m system
+
+# Every member of products of layouts, recipes and models whose covering members the other two run. Half an hour or more.
+test-full: setup
+	$(BIN)/python -m pytest -m full -n $(WORKERS) --dist worksteal
 
 # Starts anew each time; an earlier demo's run is moved aside.
 demo: setup

@@ -1,4 +1,7 @@
-"""Of many cases that take seconds each, some for ``make test``; the others are ``long``, which CI runs too."""
+"""Of many cases that take seconds each, some for ``make test``, as many again ``long``, which CI runs too.
+
+All the others are ``full``: ``make test-full`` runs every one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,14 @@ def thinned(cases: Iterable[Any], keep: int, one: bool = False) -> list[Any]:
     ``one``: a case is one argument, even if it is a tuple.
     """
     values = [case if isinstance(case, tuple) and not one else (case,) for case in cases]
-    marks = [() if number % keep == 0 else pytest.mark.long for number in range(len(values))]
+    marks = [_mark(number, keep) for number in range(len(values))]
     return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
+def _mark(number: int, keep: int) -> tuple[()] | pytest.MarkDecorator:
+    """Of what is not kept, every other case is long where few are left out, and one of those between else."""
+    round_, place = divmod(number, keep)
+    if place == 0:
+        return ()
+    taken = round_ % 2 == 0 if keep == 2 else place == keep // 2
+    return pytest.mark.long if taken else pytest.mark.full

@@ -16,7 +16,7 @@ from shoal.train.files import read_rows
 
 pytestmark = pytest.mark.system
 
-STEPS = 400
+STEPS = 120
 
 
 def faults(run: Path) -> list[dict[str, Any]]:
