@@ -32,7 +32,7 @@ from shoal.launch import rendezvous
 from shoal.launch.assignment import Assignment
 from shoal.launch.backend import check_backend
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
-from shoal.launch.init_rank import init_rank
+from shoal.launch.init_rank import init_rank, name_interface
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
 from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import LoopbackRendezvous
@@ -200,6 +200,8 @@ def test_gloo_and_nccl_are_told_where_to_listen(
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     job = resolve(load(None, settings(cluster__interface=named or ""), "dp=1").config)
     init_rank(job, 0, 0, SignedStore(HashStore(), new_secret()))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # a rank alone may be in its caller's process
+    name_interface(job.config.cluster.interface)
     assert os.environ["GLOO_SOCKET_IFNAME"] == used
     assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker"  # the user's own word holds
 

@@ -32,10 +32,10 @@ def init_rank(
     """
     here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
-    # Left to themselves they listen wherever the host's name points to.
-    interface = interface_of(job.config.cluster.interface)
-    for variable in INTERFACES:
-        os.environ.setdefault(variable, interface)  # what the user says of a fabric holds
+    if job.layout.world > 1:
+        # A rank alone listens nowhere, and may be in its caller's process: what that launches later would take this
+        # for the user's word.
+        name_interface(job.config.cluster.interface)
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
         backend = "gloo"
@@ -64,6 +64,13 @@ def init_rank(
             backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout
         )
     return Mesh(job.layout, rank, device, store, timeout, nodes=nodes)
+
+
+def name_interface(named: str | None) -> None:
+    """Tell gloo and NCCL where to listen: left to themselves they do wherever the host's name points to."""
+    interface = interface_of(named)
+    for variable in INTERFACES:
+        os.environ.setdefault(variable, interface)  # what the user says of a fabric holds
 
 
 GIVEN = "OMP_NUM_THREADS"
