@@ -20,7 +20,7 @@ from shoal.comm.ring import RingStep, ShownRing, show_ring
 from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.launch.adopt.told import ToldRank
-from shoal.launch.init_rank import INTERFACES, given_threads
+from shoal.launch.init_rank import given_threads, name_interface
 from shoal.launch.interfaces import LOOPBACK_INTERFACE, interface_towards
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
@@ -96,8 +96,8 @@ class AdoptedRanks:
         device = _device(self.backend, self.told.local_rank, self.told.local_world)
         # Left to itself gloo uses the interface that the host's name points to, which need not lead to the others.
         interface = interface_towards(self.told.host) if self.nodes > 1 else LOOPBACK_INTERFACE
-        for variable in INTERFACES if interface is not None else ():
-            os.environ.setdefault(variable, interface)
+        if interface is not None:
+            name_interface(interface)
         dist.init_process_group(self.backend, timeout=timedelta(seconds=seconds))
         try:
             yield device
