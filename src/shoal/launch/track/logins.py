@@ -42,7 +42,7 @@ def _wandb(environment: Environment) -> Problem | None:
         return Problem(f"track.wandb: {said}", fix)
     question = json.dumps({"query": "query { viewer { id } }"}).encode()
     status, answer = _ask(f"{place.rstrip('/')}/graphql", _basic("api", key), question)
-    if status in REFUSALS or (status == 200 and answer.get("data", {}).get("viewer", "") is None):
+    if status in REFUSALS or (status == 200 and (answer.get("data") or {}).get("viewer", "") is None):
         return Problem(f"track.wandb: {place} does not take the login: it has expired, or is another's", fix)
     return None
 
