@@ -30,7 +30,7 @@ from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
-from shoal.plan.best_first import HEAVIER, removable
+from shoal.plan.best_first import HEAVIER, LIGHTER, removable
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
 from shoal.plan.time_bound import TimeBound
@@ -210,9 +210,10 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         "of_order": room.of_order(split, share, order, states.offload),
         "of_states": room.of_states(split, share, order, states),
     }
-    if states.offload:
-        whole = case.memory(one._replace(states=states._replace(offload=NOTHING)))
-        needs["removable"] = whole.peak_allocated - removable(one, whole)
+    for lighter in LIGHTER.get(states.offload, ()):
+        more = case.memory(one._replace(states=states._replace(offload=lighter)))
+        gone = removable(one, lighter, more)
+        needs[f"removable of {'+'.join(map(str, lighter)) or 'nothing'}"] = more.peak_allocated - gone
     for name, bound in needs.items():
         if bound > peak:
             yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"

@@ -45,11 +45,21 @@ from shoal.predict.workload import Workload
 # every machine. So many go into pricing a whole layout, and into its memory, for which a pipeline is played through.
 PRICED = 25
 COUNTED, PLAYED = 20, 4
+# What fills no more of a device than this, at least, fits as a rule.
+ROOMY = 0.8
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
 OTHERS = 3000
+Offloads = tuple[Offload, ...]
+
+
+def _beyond(offload: Offloads, lighter: Offloads) -> set[str]:
+    """What is offloaded there and not here, or less of it."""
+    here = {part.what: part.fraction for part in lighter}
+    return {part.what for part in offload if here.get(part.what, 0.0) < part.fraction}
+
+
 # What is offloaded to a host's memory: of each of these, more where less does not fit, for it is never faster. NVMe is
 # asked where that memory has no room.
-Offloads = tuple[Offload, ...]
 CHAINS: tuple[tuple[Offloads, ...], ...] = (
     (OFFLOADS[6], OFFLOADS[0]),
     (OFFLOADS[2], OFFLOADS[7]),
@@ -58,6 +68,11 @@ CHAINS: tuple[tuple[Offloads, ...], ...] = (
 )
 HEAVIER: dict[Offloads, tuple[Offloads, ...]] = {
     way: chain[place + 1 :] for chain in CHAINS for place, way in enumerate(chain[:-1])
+}
+# And of which of them each offloads more.
+LIGHTER: dict[Offloads, tuple[Offloads, ...]] = {
+    way: (NOTHING, *(one for one in OFFLOADS if one != way and _beyond(one, way) == set()))
+    for way in OFFLOADS
 }
 
 # Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
@@ -189,15 +204,17 @@ class Walk:
         return left(priced.memory)
 
     def _too_large_anyway(self, candidate: Candidate) -> bool:
-        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that."""
-        offload = candidate.states.offload
-        if not offload:
-            return False
-        kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=NOTHING)))
-        memory = kept and (kept.memory or kept.too_much)
-        if not memory:
-            return False
-        return not self.room.fits(candidate.split, memory.peak_allocated - removable(candidate, memory))
+        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that: of a layout that
+        is known and offloads less.
+        """
+        for lighter in LIGHTER.get(candidate.states.offload, ()):
+            kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=lighter)))
+            memory = kept and (kept.memory or kept.too_much)
+            if memory:
+                gone = removable(candidate, lighter, memory)
+                if not self.room.fits(candidate.split, memory.peak_allocated - gone):
+                    return True
+        return False
 
     def _too_large(self, candidate: Candidate) -> bool:
         """Whether something that needs no more memory did not fit."""
@@ -210,6 +227,13 @@ class Walk:
         if not fits and alike[-1] == candidate.unit:
             self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
         return fits
+
+    def _tight(self, candidate: Candidate, frugal: StateSharding) -> bool:
+        """Whether it is in doubt that even the states which need the least will fit. Elsewhere a ledger, which takes
+        long, is drawn up of what turns out to be the fastest only.
+        """
+        split, share, order, *_ = candidate
+        return not self.room.fits(split, self.room.of_states(split, share, order, frugal) / ROOMY)
 
     def _alike(self, candidate: Candidate) -> tuple[object, ...]:
         """What is the same in layouts that differ only in how many ranks share states, and in units. Last, of those the
@@ -363,36 +387,40 @@ class BestFirst(Walk):
     def _offload_more(self, node: SearchNode, offload: Offloads | None, no_place: bool) -> None:
         """Where something did not fit: more, or the same on NVMe where the host's memory has no place for it."""
         if not offload:
-            for chain in CHAINS:
-                self._offload(node, chain)
+            self._offload(node, *CHAINS)
             return
         if offload in HEAVIER:
             self._offload(node, HEAVIER[offload])
         if no_place and offload in ON_NVME:
             self._offload(node, (ON_NVME[offload],))
 
-    def _offload(self, node: SearchNode, chain: tuple[Offloads, ...]) -> None:
-        """The same with something offloaded, the least of these that may fit; not asked before something did not.
+    def _offload(self, node: SearchNode, *chains: tuple[Offloads, ...]) -> None:
+        """The same with something offloaded, of each chain the least that may fit; not asked before something did not.
 
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
         group, split, share, order, *_ = node
-        key = split, share, order, chain
-        if not self.space.offloads or key in self._offloaded:
+        chains = tuple(one for one in chains if (split, share, order, one) not in self._offloaded)
+        if not self.space.offloads or not chains:
             return
-        self._offloaded.add(key)
+        self._offloaded.update((split, share, order, one) for one in chains)
         self._worked += 1
         most = EVERYTHING[order.recompute]
         if not self._any_may_hold(group, most) or not self._may_hold(split, share, order, most):
             return
-        for offload in chain:
-            if offload not in self.space.offloads or not has_activations(offload, order.recompute):
-                continue
-            if self._any_may_hold(group, offload) and self._may_hold(split, share, order, offload):
-                worked = self.bounds.of_order(split, share, order)
+        worked = self.bounds.of_order(split, share, order)
+        for chain in chains:
+            fitting = (
+                offload
+                for offload in chain
+                if offload in self.space.offloads
+                and has_activations(offload, order.recompute)
+                and self._any_may_hold(group, offload)
+                and self._may_hold(split, share, order, offload)
+            )
+            if offload := next(fitting, None):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound + group.exchanged, SearchNode(group, split, share, order, offload))
-                return
 
     def _price(self, node: SearchNode, states: StateSharding) -> None:
         _, split, share, order, *_ = node
@@ -405,7 +433,7 @@ class BestFirst(Walk):
             if not self.space.admits(candidate):
                 continue
             alike = self._alike(candidate)
-            if alike not in self._tried and not self._too_large(candidate):
+            if alike not in self._tried and not self._too_large(candidate) and self._tight(candidate, frugal):
                 self._tried.add(alike)
                 self._fits_or_offload(node, self._priced(candidate._replace(states=frugal)))
             if not self._too_large(candidate):
@@ -472,9 +500,9 @@ class BestFirst(Walk):
         return False
 
 
-def removable(candidate: Candidate, memory: Ledger) -> int:
-    """Bytes that are gone at most where something is offloaded, of what the same layout holds without."""
-    away = {part.what for part in candidate.states.offload}
+def removable(candidate: Candidate, lighter: Offloads, memory: Ledger) -> int:
+    """Bytes that are gone at most where something is offloaded, of what the same layout holds that offloads less."""
+    away = _beyond(candidate.states.offload, lighter)
     gone = 0
     if away & {"optimizer", "params"}:
         gone += memory.optimizer + memory.params

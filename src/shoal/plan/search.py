@@ -7,6 +7,7 @@ plan with ten small differences. What the engine runs is searched first and by i
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -42,8 +43,8 @@ EFFORT = 36000
 # more thing that can be slow, but it has its price. Computing everything again takes a third longer at most, and is
 # what published runs do before they offload anything.
 DEAR = 4 / 3
-# Of more layouts than these, those that cut sequences short are searched by themselves, where there is a second core in
-# a process of its own: both halves take a second or so.
+# More layouts than these are searched in a process of its own, where there is a second core, while this one looks for
+# what may be chosen: each takes a second or so.
 LARGE = 20_000_000
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
@@ -145,13 +146,11 @@ def search(
         frugal.at_best = None  # what it leaves out is among what the whole leaves out
         return [whole, frugal]
 
-    # Everything, where it is asked for. Of very much, sequences that are cut short are hunted through by themselves.
+    # Everything, where it is asked for; of very much, in a process of its own beside the hunt for what may be chosen.
     everything = replace(space, runnable=runnable and ours)
     layouts, elsewhere = everything.size(), None
     if top > 1 and layouts > LARGE:
-        short = replace(everything, usual=False)
-        everything = replace(everything, short=False)
-        elsewhere = beside(lambda: hunted(most, short, patient=False)[0].found)
+        elsewhere = beside(lambda: [hunt.found for hunt in hunted(most, everything)])
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
@@ -164,27 +163,30 @@ def search(
         if apart and usual_zero(stack) != 3:
             ways = (replace(usual, apart=False, customary=True), *ways)
         for choosing, way in product(rooms, ways):
-            # What is shown beside it is mostly what the last hunt finds.
-            hunts = hunted(choosing, way, OTHERS // 4)
+            # What is shown beside it is mostly what the last hunt finds, unless there is time while that goes on.
+            hunts = hunted(choosing, way, OTHERS if elsewhere else OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
-    beyond = hunted(most, everything) if top > 1 or not able else hunts
+    beyond = hunts
+    if not able or (top > 1 and elsewhere is None):
+        beyond = hunted(most, everything)
+    found = [hunt.found for hunt in beyond]
+    if elsewhere is not None:
+        found = [received(one, asked) for one in elsewhere()]
     if not able:
         chosen_from, choosing = beyond, most
     elif apart and not hunts[0].space.apart:
         wide = replace(hunts[0].space, apart=True)
-        if _seconds(beyond, wide) * DEAR < _seconds(hunts):
+        if _seconds(found, wide) * DEAR < _seconds(hunts):
             offloading = hunted(choosing, wide)
             chosen_from = offloading if _seconds(offloading) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     priced = len(known)
-    found = [hunt.found for hunt in beyond]
     if elsewhere is not None:
-        found.append(received(elsewhere(), asked))
-        priced += len(found[-1].accepted) + len(found[-1].lost)
-    every = [*(hunt.found for hunt in hunts if hunt not in beyond), *found]
+        priced += sum(len(one.accepted) + len(one.lost) for one in found)
+    every = found if not elsewhere and beyond is hunts else [*(hunt.found for hunt in hunts), *found]
     plans = _ranked(every, top, against, stack is SHOAL)
     chosen = choose(asked, bounds, choosing, chosen_from, every, against)
     at_best = min((hunt.at_best for hunt in found if hunt.at_best is not None), default=None)
@@ -240,7 +242,7 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _seconds(hunts: list[BestFirst], space: Space | None = None) -> float:
+def _seconds(hunts: Sequence[BestFirst | HuntResult], space: Space | None = None) -> float:
     """Of the fastest that hunts have found; of those that the engine runs and that are in this space."""
     found = (one for hunt in hunts for one in hunt.accepted)
     kept = (

@@ -33,7 +33,7 @@ class CostModel:
     recipe: Recipe
     stack: Stack
     rates: Calibration
-    _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
+    _layers: dict[LayerShare, Seconds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = Links(self.cluster, self.rates)
@@ -57,7 +57,7 @@ class CostModel:
             self.kernels = Kernels(reached, peak, device.memory_bandwidth or 50e9, widths.compute)
 
     def layer(self, share: LayerShare) -> Seconds:
-        known = self._layers.get(share_key := (*vars(share).values(),))
+        known = self._layers.get(share)
         if known is None:
             known = (
                 measured_layer.layer(self.model, self.kernels, share)
@@ -68,7 +68,7 @@ class CostModel:
                 known = in_float8(self.model, self.kernels, share, known, self.faster)
             if share.unpacks:
                 known = unpacked(self.model, self.kernels, share, known)
-            self._layers[share_key] = known
+            self._layers[share] = known
         return known
 
     def attention(self, share: LayerShare) -> tuple[float, float]:

@@ -7,7 +7,6 @@ a device that was measured, Shoal's own engine is counted operator by operator i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
@@ -87,8 +86,7 @@ class Seconds(NamedTuple):
         return self.input + self.weight
 
 
-@dataclass(frozen=True)
-class LayerShare:
+class LayerShare(NamedTuple):
     """One rank's share of a layer."""
 
     tokens: int  # of a micro-batch, that its products see
