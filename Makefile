@@ -59,7 +59,7 @@ test-system: setup
 	@command -v chromium > /dev/null || apt-get install -qq -y chromium > /dev/null 2>&1 || echo "no chromium: pages are not opened in a browser"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
 	@command -v slurmctld > /dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null 2>&1 || echo "no Slurm: its jobs are not tested"
-	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m 'long and not full' -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m system
 
 # Every member of products of layouts, recipes and models whose covering members the other two run. Half an hour or more.

@@ -24,6 +24,7 @@ def comm(capsys: Capture, *arguments: str) -> tuple[object, str, str]:
     return ended.value.code, *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_every_operation_is_measured_and_the_planner_uses_the_fit(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,17 @@ def test_every_question_has_a_rule() -> None:
     assert [question.id for question in questions.questions()] == [*RULES] and len(RULES) == 28
 
 
-@pytest.mark.parametrize("question", questions.questions(), ids=lambda question: question.id)
+# Searches that take several seconds each.
+LARGE = ("q12", "q13", "q14", "q15", "q17", "q26")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(one, marks=pytest.mark.long if one.id in LARGE else (), id=one.id)
+        for one in questions.questions()
+    ],
+)
 def test_an_answer_keeps_its_rules_and_is_on_the_page(question: Question) -> None:
     """If it is not there: ``python -m tests.docs.questions``."""
     document = questions.answer(question)

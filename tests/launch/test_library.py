@@ -48,6 +48,7 @@ def train_tiny() -> list[float]:
         ]
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_are_adopted_and_a_second_start_continues(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -153,6 +153,7 @@ def test_a_stop_while_a_library_runs_text_is_a_stop(tmp_path: Path) -> None:
     assert "stopped on request" in stopped.stderr
 
 
+@pytest.mark.long
 def test_a_signal_to_the_whole_group_commits(start: Start, tmp_path: Path) -> None:
     stopped = start(recipe__steps=4000, checkpoint__every=0)
     wait_until(lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 5)

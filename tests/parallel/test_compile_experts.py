@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.predict.sending import ROWS, SEQ, Case
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.model import Experts, Latent
@@ -155,7 +156,7 @@ GROUPS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "cases"), GROUPS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("world", "cases"), thinned(GROUPS, 2), ids=lambda value: str(value)[:60])
 def test_numbers_graphs_and_traffic(world: int, cases: list[Case]) -> None:
     compiled = [replace(case, compiled=True) for case in cases]
     for rank, found in enumerate(run_ranks(world, work, [*cases, *compiled])):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from tests.plan.planning import answered
 from tests.plan.test_search import MIXED, NARROW, TINY, small
+from tests.thinned import thinned
 
 from shoal.facts.cluster import notation
 from shoal.facts.config import Config
@@ -59,7 +60,7 @@ def workloads() -> list[tuple[int, Model, str, float, int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("number", "model", "on", "mebibytes", "seq", "batch"), workloads())
+@pytest.mark.parametrize(("number", "model", "on", "mebibytes", "seq", "batch"), thinned(workloads(), 3))
 def test_the_rule_by_brute_force(
     number: int, model: Model, on: str, mebibytes: float, seq: int, batch: int
 ) -> None:

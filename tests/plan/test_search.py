@@ -166,12 +166,13 @@ def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -
         (NARROW, "3xA100-80GB", 4000, 32, 3, False),
         (TINY, "2xH100", 1195, 64, 2, True),
         (NARROW, "4xH100", 1770, 32, 2, False),
-        (TINY, "4xH100", 8000, 64, 4, True),
-        (TINY, "4x1xH100", 1200, 64, 4, True),
         (MIXED, "2xH100", 1200, 32, 2, False),
         (NARROW, "6xH100", 8000, 32, 6, True),
-        (TINY, "8xH100", 1800, 64, 2, True),
-        (TINY, "8xH100", 4000, 32, 2, True),
+        # What has thousands of layouts takes half a minute.
+        pytest.param(TINY, "4xH100", 8000, 64, 4, True, marks=pytest.mark.long),
+        pytest.param(TINY, "4x1xH100", 1200, 64, 4, True, marks=pytest.mark.long),
+        pytest.param(TINY, "8xH100", 1800, 64, 2, True, marks=pytest.mark.full),
+        pytest.param(TINY, "8xH100", 4000, 32, 2, True, marks=pytest.mark.full),
     ],
 )
 def test_the_same_answer_as_brute_force(

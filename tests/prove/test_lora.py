@@ -228,7 +228,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(
-    ("layout", "targets"), thinned(CASES, 4), ids=lambda value: str(value).replace("_proj", "")
+    ("layout", "targets"), thinned(CASES, 6), ids=lambda value: str(value).replace("_proj", "")
 )
 def test_traffic_is_what_is_predicted(layout: str, targets: list[str]) -> None:
     plain = ask(layout, {"layers": 4, "hidden": 64, "heads": 4, "head_dim": 16, "ffn": 96}, batch=8, seq=64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.predict.counted import ask
-from tests.thinned import thinned
+from tests.thinned import rest, thinned
 
 from shoal.facts.layout import Layout
 from shoal.prove.dryrun import dryrun, first_rank
@@ -52,10 +52,7 @@ OPTIMIZERS = ("muon", "adafactor", "lion")
 def in_turns(layouts: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
     """Every layout with every optimizer. ``make test`` has the quick ones, each with an optimizer of its own."""
     turns = {(layout, OPTIMIZERS[number % len(OPTIMIZERS)]) for number, layout in enumerate(quick)}
-    return [
-        pytest.param(*pair, marks=() if pair in turns else pytest.mark.long)
-        for pair in product(layouts, OPTIMIZERS)
-    ]
+    return rest(product(layouts, OPTIMIZERS), turns.__contains__)
 
 
 def settings(optimizer: str) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from tests.prove.test_mutations import all_reduce_missing, norm_not_summed_over_tp
+from tests.thinned import rest
 
 from shoal.cli.main import main
 from shoal.facts.layout import Layout
@@ -24,11 +25,7 @@ from shoal.train import program
 
 # Of the twelve that ``shoal parity --precision bf16 --set compile.enabled=true`` compares, one every time.
 ALWAYS = ("fsdp=2,zero=1",)
-SHIPPED = [
-    layout if layout in ALWAYS else pytest.param(layout, marks=pytest.mark.long)
-    for layout in coverage.QUICK
-    if "ep=" not in layout
-]
+SHIPPED = rest((one for one in coverage.QUICK if "ep=" not in one), ALWAYS.__contains__, keep=3)
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "layout"), thinned(LAYOUTS, 2), ids=str)
+@pytest.mark.parametrize(("number", "layout"), thinned(LAYOUTS, 3), ids=str)
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)
     changes = {**SMALL, "layers": max(3, parsed.unit, parsed.pp * parsed.chunks)}
@@ -279,7 +279,7 @@ def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout:
     assert dryrun(workload, first_rank(parsed, stage)).differences(0) == []
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 6, one=True), ids=lambda case: f"{case[0]} {case[2]}")
+@pytest.mark.parametrize("case", thinned(CASES, 10, one=True), ids=lambda case: f"{case[0]} {case[2]}")
 def test_a_model_and_a_recipe_cost_what_is_predicted(
     case: tuple[str, dict[str, Any], dict[str, Any], int],
 ) -> None:
@@ -317,7 +317,7 @@ def test_the_pairs_are_of_every_value() -> None:
 TWINS = (*PAIRS, *OTHERS)
 
 
-@pytest.mark.parametrize(("number", "twin"), thinned(enumerate(TWINS), 3), ids=[str(twin) for twin in TWINS])
+@pytest.mark.parametrize(("number", "twin"), thinned(enumerate(TWINS), 4), ids=[str(twin) for twin in TWINS])
 def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
     workload = twin.workload()
     stage = 0 if number % 2 == 0 else workload.layout.pp - 1

@@ -109,6 +109,7 @@ def check_same_run(tuned: Run, train: Train, tmp_path: Path, **options: Any) -> 
     assert tuned.hexes == alone.hexes[: len(tuned.hexes)]
 
 
+@pytest.mark.long
 def test_from_a_bad_first_layout_to_the_fastest(tune: Tune, train: Train, tmp_path: Path) -> None:
     with stopped_when(lambda: settled(tmp_path / "tuned")):
         tuned = tune("tuned", *LAYOUTS, **STRICT)

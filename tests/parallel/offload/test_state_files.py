@@ -91,7 +91,7 @@ def trained(step: Step) -> tuple[list[float], list[Tensor]]:
             # Weights alone: states and gradients are in memory.
             ("micro=2,recompute=full,offload=optimizer+params@nvme", {"precision": "bf16"}),
         ],
-        2,
+        3,
     ),
     ids=str,
 )

@@ -116,7 +116,7 @@ def groups(cases: list[Case]) -> list[list[Case]]:
 
 
 @pytest.mark.parametrize(
-    "cases", thinned(groups(WORLD_2), 2, one=True), ids=lambda cases: f"{cases[0]} and {len(cases) - 1} more"
+    "cases", thinned(groups(WORLD_2), 3, one=True), ids=lambda cases: f"{cases[0]} and {len(cases) - 1} more"
 )
 def test_two_ranks_send_what_was_announced(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     assert_announced(2, cases, monkeypatch)

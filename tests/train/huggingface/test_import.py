@@ -200,6 +200,7 @@ def test_rows_beyond_the_positions_of_the_weights(train: Train, tmp_path: Path) 
     assert len(refused.value.problems) == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_names_of_the_hub(settings: Settings, tmp_path: Path) -> None:
     """Fetched from a server, found in the cache without one; a name that is not there is one line."""
     save_random("llama", tmp_path / "published")
