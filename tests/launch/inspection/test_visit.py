@@ -88,9 +88,9 @@ def test_outside_of_a_job_there_is_one_line() -> None:
 
 @pytest.mark.system
 def test_the_node_with_the_slow_link_is_named(tmp_path: Path, star: dict[str, str]) -> None:
-    """Three machines on one switch; the cable of one carries 20 Mbit/s."""
+    """Three machines on one switch; the cable of one carries 100 Mbit/s."""
     names = list(star.values())
-    shape(names[2], "20mbit")
+    shape(names[2], "100mbit")
     runs = [tmp_path / "runs"] * 3
 
     def prefix(node: int) -> list[str]:
