@@ -51,15 +51,15 @@ def test_no_thread_is_left_behind() -> None:
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_search_in_two_halves_finds_what_it_finds_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_two_processes_finds_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = presets.find("llama3-8b"), notation.find("16xH100"), Recipe(seq=8192, batch=8, precision="bf16")
     whole = search.search(*asked)
     monkeypatch.setattr(search, "LARGE", 0)
-    halves = search.search(*asked)
-    assert halves.plans[0].layout == whole.plans[0].layout and halves.plans[0].layout.cp > 2
-    assert halves.plans[0].step == whole.plans[0].step and halves.plans[0].memory == whole.plans[0].memory
-    assert halves.chosen is not None and whole.chosen is not None
-    assert halves.chosen.answers.keys() == whole.chosen.answers.keys()
-    for name, plan in halves.chosen.answers.items():
+    both = search.search(*asked)
+    assert both.plans[0].layout == whole.plans[0].layout and both.plans[0].layout.cp > 2
+    assert both.plans[0].step == whole.plans[0].step and both.plans[0].memory == whole.plans[0].memory
+    assert both.chosen is not None and whole.chosen is not None
+    assert both.chosen.answers.keys() == whole.chosen.answers.keys()
+    for name, plan in both.chosen.answers.items():
         assert plan.layout == whole.chosen.answers[name].layout
-    assert (halves.searched, halves.proven) == (whole.searched, whole.proven) and halves.proven
+    assert (both.searched, both.proven) == (whole.searched, whole.proven) and both.proven

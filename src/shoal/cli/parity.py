@@ -40,8 +40,8 @@ def parity(
         A TOML file; without one the embedded default is run.
     layouts
         Layouts separated by ";", or quick (one of each strategy, up to 4 ranks), 4d (four and five axes at once, 8
-        and 16 ranks), or full (every value, every pair, 3D, 4D and 5D; takes many minutes). All leave out layouts
-        that the model or the batch does not allow.
+        and 16 ranks), experts (each way to spread experts, and 4d), or full (every value, every pair, 3D, 4D and 5D;
+        takes many minutes). All leave out layouts that the model or the batch does not allow.
     steps
         How many steps to run.
     precision

@@ -1,4 +1,4 @@
-"""Work in a process of its own, beside this one: the halves of a large search take two cores.
+"""Work in a process of its own, beside this one: a large search takes two cores.
 
 A process is forked, computes, and sends what it found. Where there is one core, or there are threads that a fork would
 leave behind, or that process fails, the work is done here instead, when its result is asked for; it is the same.

@@ -18,6 +18,7 @@ from shoal.prove import coverage
 SETS = {
     "quick": coverage.QUICK,
     "4d": coverage.MANY_AXES,
+    "experts": (*coverage.EXPERTS, *coverage.MANY_AXES),
     "full": (*coverage.FULL, *coverage.EXPERTS, *coverage.MANY_AXES),
 }
 
@@ -38,7 +39,7 @@ def layouts(text: str, job: Job) -> list[Layout]:
         return chosen
     named = parse_layouts(text)
     if not named:
-        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, 4d or full')
+        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, 4d, experts or full')
     return named
 
 
