@@ -153,6 +153,7 @@ def test_the_commands_of_a_page_run(
 @pytest.mark.parametrize(
     "line",
     sorted({one.line for one in shown() if is_command(one) and any(word in one.line for word in LARGE)}),
+    ids=str,
 )
 def test_what_takes_minutes(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
