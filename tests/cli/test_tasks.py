@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Train
+from tests.docs.shown import words_of
 
 from shoal.cli.main import main
 
@@ -75,8 +76,10 @@ def test_tasks_of_a_run_equal_those_of_its_export_in_transformers(
         names.append(path)
     run = train("run", recipe__steps=3)
     capsys.readouterr()
-    asked = [word for name in names for word in ("--tasks", name)]
-    assert shoal("evaluate", run.directory.path, *asked, "--json") == 0
+    typed = words_of("docs/huggingface.md", "shoal evaluate runs/NAME --tasks")
+    ours_for = {"runs/NAME": run.directory.path, "hellaswag": names[0], "my_task.yaml": names[1]}
+    asked = [ours_for.get(word, word) for word in typed[1:]]
+    assert shoal(*asked, "--tasks", names[2], "--json") == 0
     ours = json.loads(capsys.readouterr().out)["tasks"]
     assert set(ours) == {"shoal_choice", "shoal_text", "shoal_written"}
     assert shoal("checkpoint", "export", run.directory.path, "--to", "hf", tmp_path / "hf") == 0

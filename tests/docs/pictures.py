@@ -183,8 +183,10 @@ def shards() -> str:
     for number, (_, title) in enumerate(names):
         found.append(words(12, top + number * (cell + gap) + 26, title, 13))
     found.append(words(12, top + 3 * (cell + gap) + 18, "of llama3-8b", 13, SOFT))
+    told = "A colour is one quarter of the elements; what a rank does not hold is grey."
+    found.append(words(left, top + 3 * (cell + gap) + 42, told, 12, SOFT))
     return drawing(
-        wide, top + 3 * (cell + gap) + 34, "What each of four ranks holds under dp and zero=1, 2, 3", found
+        wide, top + 3 * (cell + gap) + 56, "What each of four ranks holds under dp and zero=1, 2, 3", found
     )
 
 
@@ -306,8 +308,10 @@ def dispatch() -> str:
     wide, cell, row = 1000, 22, 74
     arrived: dict[int, list[int]] = {}
     found: Parts = [
-        words(20, 24, "own tokens, each with two experts", 13, INK, ' font-weight="600"'),
-        words(610, 24, "where they are computed", 13, INK, ' font-weight="600"'),
+        words(
+            20, 24, "each rank's tokens: its router sends each to two experts", 13, INK, ' font-weight="600"'
+        ),
+        words(610, 24, "where they are computed: two experts on each rank", 13, INK, ' font-weight="600"'),
     ]
     above: Parts = []
     for token, experts in enumerate(chosen.tolist()):
@@ -333,8 +337,12 @@ def dispatch() -> str:
         for number in range(many):
             expert = rank * many + number
             above.append(words(546, 50 + rank * row + number * 26, f"expert {expert}", 12, SOFT))
+        above.append(words(930, 63 + rank * row, f"on rank {rank}", 12, SOFT))
     bottom = 44 + ranks * row
-    told = "No token is dropped and no place is reserved: an expert takes what comes, be it nothing."
+    told = (
+        "A square is a token, and its colour the rank that it came from. None is dropped and none is padding: "
+        "an expert computes as many as its router sent, or none."
+    )
     above.append(words(20, bottom + 4, told, 12, SOFT))
     return drawing(
         wide, bottom + 18, "Tokens of four ranks on their way to the ranks of their experts", [*found, *above]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.docs.chat_model import write_chat_model
 
 from shoal.cli.main import main
 from shoal.train.checkpoint.read import Checkpoint
@@ -17,11 +18,6 @@ from shoal.train.checkpoint.read import Checkpoint
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 # What keeps it small: nothing that the commands are about.
 SMALL = {
     "recipe.seq": 64,
@@ -37,39 +33,7 @@ Output = pytest.CaptureFixture[str]
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny chat model as transformers saves it, and conversations."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    rows = [
-        [
-            {"role": "user", "content": f"Which fish is number {number}?"},
-            {"role": "assistant", "content": f"The {('red', 'tall', 'round')[number % 3]} one."},
-        ]
-        for number in range(60)
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    specials = ["</s>", "<|user|>", "<|assistant|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, initial_alphabet=alphabet)
-    words.train_from_iterator([message["content"] for row in rows for message in row], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    write_chat_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

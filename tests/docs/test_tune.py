@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
+from tests.docs.shown import words_of
 
 from shoal.cli.main import main
 from shoal.facts.calibration import file
@@ -15,7 +15,7 @@ from shoal.launch.tuning import record
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")
-(COMMAND,) = re.findall(r"^```\n(shoal tune .*)\n```", PAGE, re.MULTILINE)
+COMMAND = words_of("docs/tune.md", "shoal tune examples/tiny.toml")
 
 
 def shoal(*words: str) -> int:
@@ -32,7 +32,7 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(file.VARIABLE, str(tmp_path / "cached"))
-    program, *words = shlex.split(COMMAND)
+    program, *words = COMMAND
     assert program == "shoal"
     words[words.index("examples/tiny.toml")] = str(ROOT / "examples" / "tiny.toml")
     small = {

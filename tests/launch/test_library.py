@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.docs.shown import words_of
 from torch import nn
 
 import shoal
@@ -54,9 +55,11 @@ def test_ranks_of_torchrun_are_adopted_and_a_second_start_continues(tmp_path: Pa
     script.write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for step in (2, 4):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        typed = words_of("docs/library.md", "torchrun")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *typed[1:]]
         found = subprocess.run(
-            [*command, str(script), str(tmp_path / "run")],
+            [*command, str(tmp_path / "run")],
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             env=environment,
@@ -67,6 +70,17 @@ def test_ranks_of_torchrun_are_adopted_and_a_second_start_continues(tmp_path: Pa
             assert f"rank {rank} of 2 at step {step}" in found.stdout
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
     assert manifest["step"] == 4
+    script.write_text(SCRIPT.replace("fsdp=2", "dp=1"))
+    typed = words_of("docs/library.md", "python script.py")
+    alone = subprocess.run(
+        [sys.executable, *typed[1:], str(tmp_path / "run")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert "rank 0 of 1 at step 6" in alone.stdout, alone.stderr[-3000:]
 
 
 def test_launch_starts_the_ranks_of_a_layout() -> None:

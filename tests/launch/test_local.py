@@ -310,6 +310,12 @@ def test_a_step_can_be_observed(train: Train) -> None:
             ("all_gather", "fsdp"),
             ("reduce_scatter", "fsdp"),
         }
+        # Every message, from the sum of the step's targets on.
+        planned = json.loads(run.directory.plan.read_text())["traffic"]
+        kept = ("op", "group", "count", "bytes")
+        assert [[row[name] for name in kept] for row in seen["traffic"]] == sorted(
+            [row[name] for name in kept] for row in planned
+        )
         held = seen["peak_by_category"]
         assert held["params"] > 0 and held["optimizer"] >= 2 * held["params"]
         assert sum(held.values()) == seen["peak"]

@@ -220,3 +220,31 @@ def test_a_line_has_rate_and_norm_and_fits_a_narrow_terminal(tmp_path: Path) -> 
     assert "  ".join(fitted(line, 80)) == (
         "step      1/300  loss 5.5000  lr 0.0003  gradient 1.23  10 tokens/s  ETA 9m 58s"
     )
+
+
+def test_a_step_has_one_line_on_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is notable of it stands in that line, and not in lines of its own that name the step again."""
+    clock = Clock(monkeypatch)
+    progress, out = display(tmp_path)
+    sample = {"step": 8, "prompt": "Once", "text": "there was"}
+    compared = {"step_s": 0.4, "predicted_step_s": 0.3, "step_s_error": -0.25, "rates": "measured"}
+    with progress, progress.run.metrics.open("a") as rows:
+        for step in range(1, 13):
+            notable = {"heldout_loss": 2.0, "compared": compared} if step == 8 else {}
+            rows.write(json.dumps({**ROW, "step": step, **notable}) + "\n")
+            rows.flush()
+            if step == 8:
+                progress.run.samples.write_text(json.dumps(sample) + "\n")
+            progress.poll()
+            clock.now += 2
+    lines = out.getvalue().splitlines()
+    assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["7", "8"]
+    said = "validation loss 2.0000 nats/token; predicted 0.3 s/step, measured 0.4 (-25.0%; rates: measured)"
+    assert lines[1].startswith("step      8/300  loss 5.5000") and lines[1].endswith(said)
+    assert lines[2] == "  sample: 'Once' → 'there was'"
+    late = {**sample, "step": 11}
+    with progress, progress.run.samples.open("a") as more:
+        more.write(json.dumps(late) + "\n")
+        more.flush()
+        progress.poll()
+    assert "  sample of step 11: " in out.getvalue()

@@ -54,6 +54,7 @@ def describe_plan(job: Job) -> dict[str, Any]:
         **as_json(plan),
         "rates": rates.words,
         "calibrated": rates.measured.date if rates.measured else None,
+        "guess": not (rates.known or rates.measured),  # no device of this kind has been measured
         "micro_batch": asked.micro,
         "accumulation": asked.accumulation,
         "chosen_by": "auto" if config.layout == "auto" else "the user",
@@ -69,12 +70,10 @@ def predicted_time(job: Job) -> str:
     step = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
     known_length = job.config.recipe.epochs is None or "steps" in job.config.recipe.model_fields_set
     whole = f", {duration(seconds * steps)} for {steps:,} steps" if known_length else ""
-    rates = calibration.find(job.cluster)
-    known = rates.known or rates.measured is not None
     trust = (
-        f"± {plan['error_bar']:.0%}"
-        if known
-        else "a guess until shoal profile --calibrate has measured this machine"
+        "a guess until shoal profile --calibrate has measured this machine"
+        if plan["guess"]
+        else f"± {plan['error_bar']:.0%}"
     )
     return f"predicted: {step} s/step{whole} ({trust})"
 

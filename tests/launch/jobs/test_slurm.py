@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Run, Train
+from tests.docs.shown import put, words_of
 from tests.launch.jobs.slurm_cluster import INTERFACE, SlurmCluster, install
 
 from shoal.launch.report import STOPPED, Report
@@ -242,8 +243,10 @@ exec {sys.executable} -m shoal doctor "$@"
 """
     )
     program.chmod(0o700)
-    words = [str(program), "--cluster", "--json", "--run", str(tmp_path / "runs"), "--interface", INTERFACE]
-    done = slurm.run("srun", "-N4", "--ntasks-per-node=1", *words, check=False, timeout=SECONDS)
+    words = words_of("docs/clusters.md", "srun -N4")
+    words[words.index("shoal") : words.index("doctor") + 1] = [str(program)]
+    words = [*put(words, run=tmp_path / "runs", interface=INTERFACE), "--json"]
+    done = slurm.run(*words, check=False, timeout=SECONDS)
     found = json.loads(done.stdout)
     checks = {check["name"]: check for check in found["checks"]}
     assert done.returncode == 1 and found["exclude"] == ["n3"], done.stdout + done.stderr
@@ -253,6 +256,33 @@ exec {sys.executable} -m shoal doctor "$@"
     job = on_slurm(recipe__steps=6)
     told = json.loads(job.launch("--submit", "--json", "--exclude", "n1,n3").stdout)
     assert told["state"] == "finished" and job.nodes() == ["n2", "n4"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        words_of("docs/launchers.md", "srun --ntasks-per-node=8"),
+        words_of("docs/launchers.md", "srun --ntasks-per-node=1"),
+    ],
+    ids=["ranks", "nodes"],
+)
+def test_srun_starts_every_rank_or_a_launcher_on_every_node(
+    typed: list[str], slurm: SlurmCluster, settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """As the page has it, on two nodes of two cores."""
+    run = RunDirectory(tmp_path / "run")
+    (tmp_path / "run.toml").touch()
+    values = settings(cluster__on="2x2xcpu", cluster__interface=INTERFACE)
+    words = put(typed, layout="fsdp=4", run=run.path)
+    words = [word.replace("--ntasks-per-node=8", "--ntasks-per-node=2") for word in words]
+    words[words.index("shoal") : words.index("shoal") + 1] = [sys.executable, "-m", "shoal"]
+    words[words.index("run.toml")] = str(tmp_path / "run.toml")
+    words += [word for value in values for word in ("--set", value)]
+    done = slurm.run(words[0], "-N2", *words[1:], check=False, timeout=SECONDS)
+    assert done.returncode == 0 and "finished 6 steps" in done.stdout, done.stdout + done.stderr
+    assert {(row["step"], row["world"]) for row in read_rows(run.metrics)} == {
+        (step, 4) for step in range(1, 7)
+    }
 
 
 def test_a_job_is_followed_to_its_end_and_listed(on_slurm: Callable[..., SlurmRun], tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.docs.shown import put, words_of
+
 from shoal.observe.flight_recorder import FlightReader
 from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, send
@@ -60,7 +62,14 @@ class Nodes:
     def __init__(self, run: Path, count: str, layout: str, settings: list[str]) -> None:
         self.run = RunDirectory(run)
         sets = [word for value in settings for word in ("--set", value)]
-        self.command = ["--run", str(run), "--nodes", count, "--layout", layout, *sets]
+        typed = words_of("docs/nodes.md", "shoal train")
+        typed.remove("my-run.toml")  # all of it is in the settings
+        interface = typed.index("cluster.interface=eth0")
+        if any(value.startswith("cluster.interface=") for value in settings):
+            del typed[interface - 1 : interface + 1]
+        else:
+            typed[interface] = "cluster.interface=lo"
+        self.command = [*put(typed[2:], run=run, nodes=count, layout=layout), *sets]
         self.nodes: list[Node] = []
 
     def start(self, name: str, **more: Any) -> Node:

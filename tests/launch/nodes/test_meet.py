@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import Run, Train
+from tests.docs.shown import put, words_of
 from tests.launch.adopt.ranks import Started, free_port, steps, wait_for, words
 
 from shoal.launch.report import BAD_INPUT, STOPPED, Report
@@ -22,22 +23,15 @@ def node(tmp_path: Path) -> Iterator[Start]:
     made: list[Started] = []
     place = f"127.0.0.1:{free_port()}"
 
-    def begin(name: str, values: list[str], *more: str) -> Started:
+    def begin(name: str, values: list[str], shared: bool = True) -> Started:
         run = tmp_path / name / "run"
         run.parent.mkdir(exist_ok=True)
-        command = [
-            "shoal",
-            "train",
-            "--run",
-            str(run),
-            "--nodes",
-            "2",
-            "--node",
-            name,
-            "--meet",
-            place,
-            *more,
-        ]
+        (run.parent / "run.toml").touch()
+        typed = words_of("docs/launchers.md", "shoal train run.toml --nodes 2")
+        typed[typed.index("run.toml")] = str(run.parent / "run.toml")
+        store = typed.index("checkpoint.to=s3://bucket/runs")
+        typed[store - 1 : store + 1] = ["--set", f"checkpoint.to=file://{tmp_path}/store"] if shared else []
+        command = put(typed, run=run, node=name, meet=place, layout="dp=2")
         made.append(Started([*command, *words(values)], tmp_path / f"{name}.log", {}))
         return made[-1]
 
@@ -52,8 +46,8 @@ def test_nodes_without_a_shared_directory_train_one_run(
 ) -> None:
     options = {"recipe__schedule": "constant", "run__strict": True, "checkpoint__every": 1}
     together = {"recipe__steps": 90_000, "cluster__on": "2xcpu", "fault__timeout": 5}
-    values = settings(**options, **together, checkpoint__to=f"file://{tmp_path}/store")
-    a, b = (node(name, values, "--layout", "dp=2") for name in "ab")
+    values = settings(**options, **together)
+    a, b = (node(name, values) for name in "ab")
 
     def led() -> str:
         return next((name for name in "ab" if steps(tmp_path / name / "run")), "")
@@ -64,7 +58,7 @@ def test_nodes_without_a_shared_directory_train_one_run(
     follows = b if first == "a" else a
     follows.end()
     before = steps(run)
-    follows = node(other.parent.name, values, "--layout", "dp=2")
+    follows = node(other.parent.name, values)
     wait_for(lambda: steps(run) > before + 2, [a, b, follows])
     leads = a if first == "a" else b
     os.kill(follows.process.pid, signal.SIGTERM)
@@ -81,7 +75,7 @@ def test_a_directory_that_is_not_shared_and_no_store_are_refused(
     node: Start, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     values = settings(cluster__on="2xcpu")
-    both = [node(name, values, "--layout", "dp=2") for name in "ab"]
+    both = [node(name, values, shared=False) for name in "ab"]
     assert [one.code() for one in both] == [BAD_INPUT, BAD_INPUT], both[0].words() + both[1].words()
     for one in both:
         assert "it is not shared" in one.words() and "Traceback" not in one.words()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.docs.shown import ROOT, put, words_of
 
 from shoal.cli.main import main
 from shoal.prove.chaos import picture
@@ -39,8 +40,9 @@ def test_a_short_campaign_changes_nothing(
     overrides: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "chaos"
-    options = ("--faults", str(FAULTS), "--layouts", "dp=2;fsdp=2", "--kinds", KINDS, "--seed", "2")
-    code = call(*options, "--run", str(folder), "--json", *overrides)
+    words = words_of("docs/chaos.md", "shoal chaos")
+    options = put(words[3:], faults=FAULTS, layouts="dp=2;fsdp=2", kinds=KINDS, seed=2, run=folder)
+    code = call(str(ROOT / words[2]), *options, "--json", *overrides)
     out, err = capfd.readouterr()
     assert code == 0, err
     found = json.loads(out)
@@ -82,9 +84,11 @@ def test_a_run_whose_states_are_in_files_survives(
         tmp_path / "chaos",
         "SIGKILL,bit flip in a weight,flipped bit,NaN in a gradient,launcher SIGKILL",
     )
-    layouts = "fsdp=2,recompute=full,offload=optimizer@nvme+activations@nvme;offload=optimizer:0.5@nvme"
-    options = ("--faults", "5", "--layouts", layouts, "--kinds", kinds, "--seed", "1", "--no-strict")
-    code = call(*options, "--run", str(folder), "--json", *overrides)
+    words = words_of("docs/strategies/offload.md", "shoal chaos")
+    shown = words[words.index("--layouts") + 1]
+    layouts = f"fsdp=2,recompute=full,offload=optimizer@nvme+activations@nvme;{shown}"
+    options = put(words[3:], faults=5, layouts=layouts, kinds=kinds, seed=1, run=folder)
+    code = call(str(ROOT / words[2]), *options, "--json", *overrides)
     out, err = capfd.readouterr()
     assert code == 0, err
     found = json.loads(out)

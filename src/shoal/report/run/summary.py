@@ -34,6 +34,7 @@ class RunSummary:
     tokens: float | None
     step_s: float | None  # the median, without the first steps
     predicted_step_s: float | None
+    guessed: bool  # the prediction, by rates that were never measured
     tokens_per_s: float | None
     mfu: float | None
     memory_peak: float | None
@@ -45,26 +46,37 @@ class RunSummary:
 
     def tiles(self) -> list[Tile]:
         of = f"of {self.steps:,}" if self.steps is not None else ""
-        found = [Tile("Step", f"{self.step:,}", of)]
+        found = [Tile("Step", f"{self.step:,}", "metrics.jsonl: step", of)]
         if self.loss is not None:
-            found.append(Tile("Training loss", f"{self.loss:.4f}", f"nats/{self.mean_over}, last step"))
+            over = f"nats/{self.mean_over}, last step"
+            found.append(Tile("Training loss", f"{self.loss:.4f}", "metrics.jsonl: loss", over))
         if self.heldout_loss is not None:
             best = self.best_heldout_loss
             lowest = f"lowest {best:.4f}, step {self.best_step:,}" if best is not None else ""
-            found.append(Tile("Validation loss", f"{self.heldout_loss:.4f}", lowest))
+            from_ = "metrics.jsonl: heldout_loss"
+            found.append(Tile("Validation loss", f"{self.heldout_loss:.4f}", from_, lowest))
         if self.tokens_per_s is not None:
             share = f"MFU {percent(self.mfu)}" if self.mfu is not None else "median"
-            found.append(Tile("Tokens/s", count(self.tokens_per_s), share))
+            from_ = "metrics.jsonl: tokens_per_s, mfu"
+            found.append(Tile("Tokens/s", count(self.tokens_per_s), from_, share))
         if self.step_s is not None:
-            told = f"predicted {duration(self.predicted_step_s)} ({difference(self.predicted_step_s, self.step_s)})"
-            found.append(Tile("s/step", duration(self.step_s), told if self.predicted_step_s else "median"))
+            off = (
+                "a guess: not calibrated" if self.guessed else difference(self.predicted_step_s, self.step_s)
+            )
+            told = f"predicted {duration(self.predicted_step_s)} ({off})"
+            from_ = "metrics.jsonl: step_s, predicted_step_s"
+            found.append(
+                Tile("s/step", duration(self.step_s), from_, told if self.predicted_step_s else "median")
+            )
         if self.memory_peak is not None:
-            found.append(Tile("Peak memory", size(self.memory_peak), "first rank"))
+            from_ = "metrics.jsonl: memory_peak"
+            found.append(Tile("Peak memory", size(self.memory_peak), from_, "first rank"))
         if self.tokens is not None:
-            found.append(Tile("Tokens", count(self.tokens), f"{duration(self.training_s)} of steps"))
+            from_, took = "metrics.jsonl: tokens, step_s", f"{duration(self.training_s)} of steps"
+            found.append(Tile("Tokens", count(self.tokens), from_, took))
         total = sum(self.faults.values())
         kinds = ", ".join(f"{kind} {many}" for kind, many in sorted(self.faults.items())[:3])
-        found.append(Tile("Faults", str(total), kinds or f"{self.restarts} restarts"))
+        found.append(Tile("Faults", str(total), "faults.jsonl: kind", kinds or f"{self.restarts} restarts"))
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -103,6 +115,7 @@ def summary(run: RunFiles, happened: list[RunEvent]) -> RunSummary:
         tokens=rows.last("tokens"),
         step_s=rows.usual("step_s"),
         predicted_step_s=rows.last("predicted_step_s"),
+        guessed=run.plan.get("guess") is True,
         tokens_per_s=rows.usual("tokens_per_s"),
         mfu=rows.usual("mfu"),
         memory_peak=max(rows.values("memory_peak"), default=None),
@@ -129,7 +142,7 @@ def said(one: RunSummary) -> dict[str, str]:
         "validation loss": number(one.heldout_loss),
         "lowest validation loss": number(one.best_heldout_loss),
         "s/step, median": duration(one.step_s),
-        "s/step, predicted": duration(one.predicted_step_s),
+        "s/step, predicted": duration(one.predicted_step_s) + (" (a guess)" if one.guessed else ""),
         "tokens/s, median": count(one.tokens_per_s),
         "MFU, median": percent(one.mfu),
         "peak memory, first rank": size(one.memory_peak),

@@ -86,9 +86,7 @@ def section(run: RunFiles) -> Markup:
             if parts:
                 bars.append(Bar(f"{where}, {words}", parts))
     text = "Bytes of one rank in one step: each call's largest buffer."
-    if counted:
-        text += " Counted from the forward pass to the update: the sum of a step's targets comes before."
-    else:
+    if not counted:
         text += " With run.observe = true the run counts its own."
     by_link = figure(stacked(bars, kinds, size), "By link", sources, text, wide=True)
     return grid(by_link, figure(_table(predicted, counted, of), "By operation", sources, wide=True))

@@ -35,17 +35,30 @@ class Watch:
     tracker: MemoryTracker
 
 
+def counter_of(step: Step) -> CollectiveCounter:
+    return CollectiveCounter(step.mesh.names, step.mesh.purposes, log=True)
+
+
 @contextmanager
-def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool = False) -> Iterator[Watch]:
+def watched(
+    step: Step,
+    batches: Sequence[Batch],
+    *,
+    aligned: bool,
+    fake: bool = False,
+    counter: CollectiveCounter | None = None,
+) -> Iterator[Watch]:
     """Count and track what happens inside. It slows the step, and changes nothing else.
 
     ``aligned``: sizes as CUDA's allocator has them. ``fake``: the step has tensors without data, and these count.
+    ``counter``: one that has counted what the step began with.
     """
     placed, mesh = step.placed, step.mesh
     networks = [segment.network for segment in placed.segments]
     origins = Attributions(networks, placed.gradients.computed_with(), mesh.purposes)
     tracker = MemoryTracker(round_to=ALIGNMENT if aligned else 1, fake=fake, origins=origins)
-    with origins, CollectiveCounter(mesh.names, mesh.purposes, log=True) as counter, tracker:
+    counter = counter or counter_of(step)
+    with origins, counter, tracker:
         _mark(tracker, step, batches)
         tracker.reset_peak()
         hooks = _marks_as_they_add_up(tracker, step)
@@ -90,10 +103,12 @@ def _marks_between_replicas(tracker: MemoryTracker, step: Step) -> Iterator[None
 
 
 @contextmanager
-def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> Iterator[None]:
+def observed(
+    step: Step, batches: Sequence[Batch], path: Path, number: int, counter: CollectiveCounter
+) -> Iterator[None]:
     """Watch what happens inside, and write it down."""
     mesh = step.mesh
-    with watched(step, batches, aligned=mesh.device.type == "cuda") as watch:
+    with watched(step, batches, aligned=mesh.device.type == "cuda", counter=counter) as watch:
         yield
     seen = {
         "step": number,
