@@ -35,7 +35,7 @@ def test_the_link_is_cut_and_restored_and_the_curve_continues(
         for number, (name, namespace) in enumerate(machines.items()):
             run = tmp_path / name / "run"
             run.parent.mkdir()
-            shoal = "--max-restarts 3 -m -- shoal train --layout dp=2 --run".split()
+            shoal = ["--max-restarts", "3", "-m", "--", "shoal", "train", "--layout", "dp=2", "--run"]
             command = torchrun(number, "10.77.0", 29500, *shoal, str(run), *words(values))
             nodes.append(Started(command, tmp_path / f"{name}.log", {}, ["ip", "netns", "exec", namespace]))
         first = tmp_path / "a" / "run"
