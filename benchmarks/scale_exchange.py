@@ -265,6 +265,7 @@ def _waited_for(
     pace = max(tick_of(meeting.nodes, silence(TIMEOUT)) / LOOK_SECONDS, 1.0)
     return {
         "late_exchange_cpu_ms": round(round_ms(costs) + pace * round_ms(looks), 2),
+        "late_look_cpu_ms": round_ms(looks),
         "late_asked_once_cpu_ms": round(1000 * asked, 1),
         "named": named,
     }

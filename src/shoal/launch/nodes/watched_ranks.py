@@ -26,6 +26,8 @@ OLD_EXCHANGES = 4
 TOLD, TOLD_OF_MANY = 16, 4
 # Of up to so many ranks every one is reported at all times.
 ALWAYS = 256
+# What is heard of other nodes in one look, which asks several times, and between two exchanges.
+ONE_LOOK = 0.1
 # A rank that had to wait for a processor says so by as much. Less than between two looks, or none of those would count.
 STARVED_SECONDS = 0.1
 # Of the limit: a rank that makes no progress for so long has the leader ask for all that is known.
@@ -69,6 +71,7 @@ class EveryRank:
         self.leader, self.round, self.local = leader, round, local
         self.large = world > ALWAYS
         self.progress = RankProgress(quarter)
+        self._asked, self._others_then = (0.0, -1), list[Status]()
         # Of each node what it told last, and what that says: of thousands, few have told anything new.
         self._told: dict[int, tuple[dict[int, dict[str, Any]], list[Snapshot]]] = {}
         leader.command(details=not self.large)
@@ -119,6 +122,9 @@ class EveryRank:
 
     def _others(self) -> list[Status]:
         """What the other nodes say of this round; nothing of one that says nothing of it, or that is not heard from."""
+        now, exchanges = time.monotonic(), self.leader.exchanges
+        if exchanges == self._asked[1] and now - self._asked[0] < ONE_LOOK:
+            return self._others_then
         nothing = Status(name="", host="", process=0, devices=0, still=-1)
         old = max(OLD_SECONDS, OLD_EXCHANGES * self.leader.tick)
         found = []
@@ -126,6 +132,7 @@ class EveryRank:
             told = self.leader.last_of(number)
             fresh = self.leader.silent_for(number) < old
             found.append(told if told is not None and fresh and told.round == self.round.number else nothing)
+        self._asked, self._others_then = (now, exchanges), found
         return found
 
 

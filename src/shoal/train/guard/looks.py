@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import is_not
 
 from shoal.observe.flight_recorder import Channel, Snapshot
 from shoal.train.guard.stalls import Late, late_collective
@@ -33,8 +35,8 @@ class Looks:
             self._count(dict.fromkeys(channel for one in snapshots for channel in one.counts))
             self.phases = frozenset(one.phase for one in snapshots)
             return
-        pairs = enumerate(zip(before, snapshots, strict=True))
-        changed = [(rank, old, new) for rank, (old, new) in pairs if new is not old]
+        ranks = compress(range(len(snapshots)), map(is_not, before, snapshots))
+        changed = [(rank, before[rank], snapshots[rank]) for rank in ranks]
         self.waiting = {
             rank: new.starved - old.starved
             for rank, old, new in changed

@@ -75,7 +75,7 @@ class Watchdog:
             self._ended_well()
             return None
         snapshots = self.ranks.look()
-        if snapshots is None or [one.pid for one in snapshots] == self._judged:
+        if snapshots is None or (self._judged and [one.pid for one in snapshots] == self._judged):
             self._forget()
             return None
         self._count(passed, snapshots)
