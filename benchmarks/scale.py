@@ -40,7 +40,13 @@ LAYOUTS = {
     16384: ("tp=8,pp=16,fsdp=128", "tp=8,pp=8,fsdp=256"),
 }
 # At the largest world.
-TARGETS = {"exchange_cpu_ms": 50, "start_operations": 256, "resume_bytes": 50e6, "resume_s": 2.0, "sockets": 64}
+TARGETS = {
+    "exchange_cpu_ms": 50,
+    "start_operations": 256,
+    "resume_bytes": 50e6,
+    "resume_s": 2.0,
+    "sockets": 64,
+}
 # Of a rank, beside those of the tree: to the leader's store.
 STORE_SOCKETS = 1
 BEGIN, END = "<!-- from benchmarks/data/scale.json -->", "<!-- end -->"
