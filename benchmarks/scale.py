@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import scale_checkpoint, scale_exchange  # noqa: E402 found from here
+from benchmarks import scale_checkpoint, scale_exchange, scale_start  # noqa: E402 found from here
 
 from shoal.facts.layout import Layout  # noqa: E402
 from shoal.facts.model.presets import PRESETS  # noqa: E402
@@ -40,7 +40,13 @@ LAYOUTS = {
     16384: ("tp=8,pp=16,fsdp=128", "tp=8,pp=8,fsdp=256"),
 }
 # At the largest world.
-TARGETS = {"exchange_cpu_ms": 50, "resume_bytes": 50e6, "resume_s": 2.0, "sockets": 64}
+TARGETS = {
+    "exchange_cpu_ms": 50,
+    "start_operations": 256,
+    "resume_bytes": 50e6,
+    "resume_s": 2.0,
+    "sockets": 64,
+}
 # Of a rank, beside those of the tree: to the leader's store.
 STORE_SOCKETS = 1
 BEGIN, END = "<!-- from benchmarks/data/scale.json -->", "<!-- end -->"
@@ -73,6 +79,11 @@ def _resumed(model: str, layout: str, rank: int, folder: Path) -> dict[str, floa
     return min(tries, key=lambda one: one["seconds"])
 
 
+def start(world: int) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        return scale_start.file_operations(world, Path(folder))
+
+
 def control_sockets(world: int) -> dict[str, int]:
     """The most of any rank, counted over all of them; a sample of ranks holds them in tests/parallel."""
     return {
@@ -87,8 +98,9 @@ def rows(data: dict[str, Any]) -> list[str]:
         "| ranks | nodes | an exchange: leader's processor time, ms | while a rank is late, ms | messages of a node | "
         "sockets of a rank | metadata of a 405B checkpoint, MB | read by a rank at resume, MB | "
         "in another layout, MB | "
-        "seconds of that, processor time | file operations at resume | at commit |",
-        "|" + "---|" * 12,
+        "seconds of that, processor time | file operations at the start: a launcher's, a rank's | at resume | "
+        "at commit |",
+        "|" + "---|" * 13,
     ]
     for world, found in sorted(((int(key), value) for key, value in data["worlds"].items())):
         talk, stored = found["exchange"], found["checkpoint"]
@@ -97,13 +109,14 @@ def rows(data: dict[str, Any]) -> list[str]:
             f"{world:,}",
             f"{max(1, world // A_NODE):,}",
             f"{talk['exchange_cpu_ms']:.1f}",
-            f"{talk['late_exchange_cpu_ms']:.0f}",
+            f"{talk['late_exchange_cpu_ms']:.1f}",
             f"{talk['messages_of_a_follower']}",
             f"{found['sockets']['most']}",
             f"{stored['metadata_bytes'] / 1e6:.0f}",
             f"{same['bytes'] / 1e6:.1f}",
             f"{other['bytes'] / 1e6:.1f}",
             f"{max(same['seconds'], other['seconds']):.1f}, {max(same['cpu_s'], other['cpu_s']):.1f}",
+            f"{found['start']['launcher']}, {found['start']['rank']}",
             f"{max(same['operations'], other['operations'])}",
             f"{stored['commit_operations_of_the_first_rank']}",
         ]
@@ -123,7 +136,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--worlds", default=",".join(map(str, LAYOUTS)), help="ranks, separated by commas")
-    parser.add_argument("--only", choices=("exchange", "checkpoint", "sockets"), help="one part")
+    parser.add_argument("--only", choices=("exchange", "checkpoint", "sockets", "start"), help="one part")
     parser.add_argument("--out", type=Path, default=DATA, help="where figures are kept; others there stay")
     parser.add_argument(
         "--page", action="store_true", help="write docs/scale.md from them, and measure nothing"
@@ -132,7 +145,7 @@ def main() -> None:
     if given.page:
         write_page(json.loads(given.out.read_text()))
         return
-    parts = {"exchange": exchange, "checkpoint": checkpoint, "sockets": control_sockets}
+    parts = {"exchange": exchange, "checkpoint": checkpoint, "sockets": control_sockets, "start": start}
     for world in map(int, given.worlds.split(",")):
         for name, measure in parts.items():
             if given.only in (None, name):

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from shoal.launch.nodes.messages import Round, Status
 from shoal.launch.nodes.relay import RelayLink
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.launch.rendezvous import connect, open_store
+from shoal.observe import flight_recorder
 from shoal.observe.flight_recorder import Channel, FlightEntry, Snapshot
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.guard.stacks import Standing
-from shoal.train.guard.watchdog import Limits, Watchdog
+from shoal.train.guard.watchdog import LOOK_SECONDS, Limits, Watchdog
 
 TIMEOUT = 60.0
 # Between two exchanges, and until a launcher is lost: as long as it takes to simulate thousands on a few cores.
@@ -40,6 +42,8 @@ PROCESSES = 4
 # Exchanges until all who have a head have found it.
 SETTLE = 20
 A_NODE = 8  # ranks
+# No verdict before one is wanted.
+UNHURRIED = Limits(1e4, 1e4)
 
 
 @cache
@@ -57,7 +61,9 @@ def _channels(rank: int, world: int, groups: int) -> list[Channel]:
         "fsdp": _ranks(rank % A_NODE, world, A_NODE),
         "pp": _ranks(rank % apart, world, apart),
     }
-    return [Channel(f"{name}-{ranks[0]}", name, ranks) for name, ranks in named.items() if len(ranks) > 1]
+    found = [Channel(f"{name}-{ranks[0]}", name, ranks) for name, ranks in named.items() if len(ranks) > 1]
+    # As a recorder is read: of a group there is one object, in this process.
+    return [flight_recorder._channel(one.as_json()) for one in found]
 
 
 class SyntheticNode:
@@ -66,10 +72,11 @@ class SyntheticNode:
     def __init__(self, first: int, world: int, groups: int = 16) -> None:
         self.first, self.world, self.groups = first, world, groups
         self.readers = dict.fromkeys(range(first, min(first + A_NODE, world)))
-        self.steps, self.late = 1, -1
+        self.steps, self.late, self.looks = 1, -1, 0
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
         seen = []
+        self.looks += 1
         for rank in self.readers:
             done = self.steps - (rank == self.late)
             counts = dict.fromkeys(_channels(rank, self.world, self.groups), 10 * done)
@@ -78,7 +85,10 @@ class SyntheticNode:
                 for back in range(4)
                 for channel, count in counts.items()
             )
-            seen.append(Snapshot(1000 + rank, 1, done, "step", 5, counts, last if entries else ()))
+            # A heart beats and a processor is waited for, whatever else happens.
+            alive = {"beats": self.looks, "starved": 1e-4 * self.looks}
+            snapshot = Snapshot(1000 + rank, 1, done, "step", 0, counts, last if entries else ())
+            seen.append(replace(snapshot, **alive))
         return seen
 
     def progressing(self) -> bool:
@@ -208,7 +218,7 @@ def measured(nodes: int, world: int, exchanges: int = 20, sockets: int = 0) -> d
         mine = SyntheticNode(0, world)
         ranks = EveryRank(leader, attempt, mine, 0.2, world)  # type: ignore[arg-type]
         leader.command(round=attempt)
-        watchdog = Watchdog(ranks, Limits(0.5, 5.0))
+        watchdog = Watchdog(ranks, UNHURRIED)
         for _ in range(SETTLE):
             mine.steps = gathered.steps + 1
             gathered.exchange()
@@ -226,25 +236,48 @@ def measured(nodes: int, world: int, exchanges: int = 20, sockets: int = 0) -> d
         }
         mine.steps, gathered.steps = mine.steps + 1, gathered.steps + 1
         mine.late = world - 1
-        cost, named = _stalled(gathered, watchdog, world - 1)
-        assert named == world - 1, f"rank {world - 1} is late, and rank {named} was named"
-        return {**found, "late_exchange_cpu_ms": round(1000 * cost, 1), "named": named}
+        found |= _waited_for(gathered, watchdog, ranks, world - 1, exchanges)
+        assert found["named"] == world - 1, f"rank {world - 1} is late, and rank {found['named']} was named"
+        return found
     finally:
         gathered.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _stalled(meeting: Meeting, watchdog: Watchdog, late: int) -> tuple[float, int | None]:
-    """Until a rank is named that others wait for: what an exchange costs meanwhile, looks included; and who it is."""
-    for _ in range(2):  # all have told of it before any is compared: a slow simulation is no late rank
+def _waited_for(
+    meeting: Meeting, watchdog: Watchdog, ranks: EveryRank, late: int, exchanges: int
+) -> dict[str, Any]:
+    """Every rank waits for one: once all are asked what they see; then an exchange, as often as its ranks are looked at
+    meanwhile; and in the end who it is.
+    """
+    began = time.process_time()
+    deadline = time.monotonic() + 900
+    while not (meeting.leader.call.details and ranks.look()) and time.monotonic() < deadline:
         meeting.exchange(late=late, progress=False)
-    over, exchanges, began = threading.Event(), 0, time.process_time()
+        watchdog.poll()
+    asked = time.process_time() - began
+    costs, looks = [], []
+    for _ in range(exchanges):
+        costs.append(meeting.exchange(late=late, progress=False))
+        looks.append(_look(watchdog, expect=False)[0])
+    watchdog.limits = Limits(0.5, 5.0)
+    named = _named(meeting, watchdog, late)
+    pace = max(tick_of(meeting.nodes, silence(TIMEOUT)) / LOOK_SECONDS, 1.0)
+    return {
+        "late_exchange_cpu_ms": round(round_ms(costs) + pace * round_ms(looks), 2),
+        "late_look_cpu_ms": round_ms(looks),
+        "late_asked_once_cpu_ms": round(1000 * asked, 1),
+        "named": named,
+    }
+
+
+def _named(meeting: Meeting, watchdog: Watchdog, late: int) -> int | None:
+    """The rank that others wait for, as the watchdog says while launchers talk."""
+    over = threading.Event()
 
     def talk() -> None:
-        nonlocal exchanges
         while not over.is_set():
             meeting.exchange(late=late, progress=False)
-            exchanges += 1
 
     thread = threading.Thread(target=talk)
     thread.start()
@@ -256,7 +289,7 @@ def _stalled(meeting: Meeting, watchdog: Watchdog, late: int) -> tuple[float, in
     finally:
         over.set()
         thread.join()
-    return (time.process_time() - began) / exchanges, None if verdict is None else verdict.rank
+    return None if verdict is None else verdict.rank
 
 
 def _look(watchdog: Watchdog, expect: bool | None) -> tuple[float, int | None]:

@@ -4,7 +4,7 @@
 
 Two namespaces of the network stand for two hosts, and what leaves either passes at 200 Mbit/s. ``shoal bench comm``
 under torchrun measures the link; ``shoal plan`` prices layouts with what it stored; ``shoal train`` under torchrun runs
-each. One rank on each host. Appends to benchmarks/results/shaped_link.jsonl.
+each. One rank on each host. Appends to benchmarks/results/shaped_link.jsonl; exit code 1 where the orders differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from record import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.launch.namespaces import joined, shape  # noqa: E402 found from here
+from tests.launch.adopt.ranks import free_port  # noqa: E402 found from here
+from tests.launch.namespaces import joined, shape, torchrun  # noqa: E402
 
 from shoal.train.files import read_rows  # noqa: E402
 
@@ -37,6 +37,7 @@ SEQ, BATCH, STEPS, WARM_UP = 32, 4, 7, 2
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 2048}
 ON = "2x1xcpu"
 SECONDS = 900
+BOTH = ("predicted_s", "measured_s")
 
 
 def main() -> None:
@@ -54,9 +55,10 @@ def main() -> None:
             {"layout": layout, "predicted_s": hosts.predicted(layout), "measured_s": hosts.measured(layout)}
             for layout in LAYOUTS
         ]
-    record(
-        "shaped_link", rate=rate, link=link, model=MODEL, seq=SEQ, batch=BATCH, steps=STEPS, layouts=layouts
-    )
+    orders = [[one["layout"] for one in sorted(layouts, key=lambda one: one[by])] for by in BOTH]
+    facts = {"model": MODEL, "seq": SEQ, "batch": BATCH, "steps": STEPS}
+    record("shaped_link", rate=rate, link=link, **facts, layouts=layouts, same_order=orders[0] == orders[1])
+    sys.exit(orders[0] != orders[1])
 
 
 class _Hosts:
@@ -118,23 +120,9 @@ class _Hosts:
 
     def _torchrun(self, words: list[str]) -> str:
         """What the first rank has printed."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        started = []
+        port, started = free_port(), []
         for number, machine in enumerate(self.machines):
-            agent = [
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(number),
-                "--nproc-per-node",
-                "1",
-                "-m",
-                "--",
-                "shoal",
-            ]
-            place = ["--master-addr", f"{NETWORK}.1", "--master-port", str(port)]
-            command = [sys.executable, "-m", "torch.distributed.run", *place, *agent, *words]
+            command = [sys.executable, "-m", *torchrun(number, NETWORK, port, "-m", "--", "shoal", *words)]
             started.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", machine, *command],

@@ -23,6 +23,13 @@ def shape(namespace: str, rate: str, device: str = "eth0") -> None:
     subprocess.run(["tc", "-n", namespace, *words], check=True, capture_output=True)
 
 
+def torchrun(node: int, network: str, port: int, *words: str) -> list[str]:
+    """What follows ``python -m`` on each of two machines: torchrun with one rank; then further options, a command."""
+    place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+    meeting = ["--master-addr", f"{network}.1", "--master-port", str(port)]
+    return ["torch.distributed.run", *place, *meeting, *words]
+
+
 @contextmanager
 def joined(nodes: Sequence[str], network: str) -> Iterator[dict[str, str]]:
     """The namespace of each node, whose eth0 is ``network``.1, .2, …: two share a cable, more a switch."""

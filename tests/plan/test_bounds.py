@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from benchmarks.plan_bounds import Workload, found, too_high
 
+from shoal.facts import calibration
+from shoal.facts.calibration import FAST, NETWORK
 from shoal.facts.cluster import notation, stack
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
@@ -27,6 +29,19 @@ def test_bounds_are_never_above_what_they_bound(seed: int) -> None:
 def test_bounds_hold_for_other_stacks(seed: int) -> None:
     others = (stack.MEGATRON_CORE, stack.TITAN_CHUNKED, stack.DEEPSPEED)
     assert list(found(seed, cases=40, each=8, stacks=others)) == []
+
+
+def test_bounds_hold_for_links_whose_operations_reach_what_was_measured_of_each() -> None:
+    """A reduce-scatter at half a ring's rate, as gloo's; an all-reduce slower than its two halves, and a faster one."""
+    try:
+        for seed, summed in enumerate((0.1, 1.9)):
+            apart = {"reduce_scatter": 0.6, "all_gather": 1.7, "all_reduce": summed, "send": 0.8}
+            rates = [one.model_copy(update={"operations": apart}) for one in (FAST, NETWORK)]
+            for name in ("H100", "H200", "B200", "A100-80GB", "A100-40GB", "cpu"):
+                calibration.install_links(name, *rates, path="measured")
+            assert list(found(20 + seed, cases=40, each=8)) == []
+    finally:
+        calibration.forget()
 
 
 def workload(model: str, on: str, seq: int, batch: int, tune: TuneSection | None = None) -> Workload:

@@ -162,7 +162,8 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with _held_in_store(run, console), run.alive(), tracked(job, run, console):
+            # Alive within: the report that trackers get is of a run that is over.
+            with _held_in_store(run, console), tracked(job, run, console), run.alive():
                 yield
         finally:
             clear_scratch(job, run.path)

@@ -107,10 +107,13 @@ class ShareBound:
         """
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
-        # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
-        summed = (
-            4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1) * (1 - self.stack.tensor_overlap)
+        # Two sums a layer forward and two backward; with sequence parallelism each is two halves, which a library may
+        # do better than the whole.
+        whole, *halves = (
+            self.on.links.seconds(op, exchanged, split.tp, 1)
+            for op in ("all_reduce", "all_gather", "reduce_scatter")
         )
+        summed = 4 * min(whole, sum(halves)) * (1 - self.stack.tensor_overlap)
         each = (self._products + self._attention) / self.devices
         worked = each + self.model.layers / split.pp * summed
         if split.pp == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import Run, Train
 from tests.launch.adopt.ranks import Started, steps, wait_for, words
-from tests.launch.namespaces import ip
+from tests.launch.namespaces import ip, torchrun
 
 from shoal.launch.report import FINISHED, Report
 from shoal.train.files import read_rows
@@ -33,28 +33,10 @@ def test_the_link_is_cut_and_restored_and_the_curve_continues(
     nodes = []
     try:
         for number, (name, namespace) in enumerate(machines.items()):
-            agent = [
-                "torch.distributed.run",
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(number),
-                "--nproc-per-node",
-                "1",
-            ]
-            agent += [
-                "--master-addr",
-                "10.77.0.1",
-                "--master-port",
-                "29500",
-                "--max-restarts",
-                "3",
-                "-m",
-                "--",
-            ]
             run = tmp_path / name / "run"
             run.parent.mkdir()
-            command = [*agent, "shoal", "train", "--run", str(run), "--layout", "dp=2", *words(values)]
+            shoal = ["--max-restarts", "3", "-m", "--", "shoal", "train", "--layout", "dp=2", "--run"]
+            command = torchrun(number, "10.77.0", 29500, *shoal, str(run), *words(values))
             nodes.append(Started(command, tmp_path / f"{name}.log", {}, ["ip", "netns", "exec", namespace]))
         first = tmp_path / "a" / "run"
         wait_for(lambda: steps(first) >= 12, nodes)

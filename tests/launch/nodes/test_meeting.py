@@ -8,7 +8,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -303,6 +303,17 @@ def test_the_leader_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
     assert str(standings[2]) == str(Ranks(2).evidence([], 0.1)[2])
     follower.say(round=4, seen={})  # of another round
     assert together.hears(lambda: every.look() is None)
+
+
+def test_ranks_that_wait_have_nothing_new_to_tell() -> None:
+    """Hearts beat, and some time is always spent waiting for a processor: thousands would tell of it at all times."""
+    ranks = Ranks(2)
+    witness = RankReporter(ranks, patience=0.1, asked=0, quarter=60.0)
+    told = witness.tell(0)
+    ranks.seen = [replace(one, beats=one.beats + 1, starved=0.09) for one in ranks.seen]
+    assert witness.tell(0) == told
+    ranks.seen = [replace(one, starved=0.11) for one in ranks.seen]
+    assert witness.tell(0) != told
 
 
 def test_documents_are_json_and_strangers_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import pytest
 from shoal.launch.track import feeder
 from shoal.launch.track.cursor import Cursor, NewRows
 from shoal.launch.track.feeder import Feed
+from shoal.launch.track.machine import Machine, read_gpus
 from shoal.launch.track.tracker import Held, TrackedRun, Tracker, values_of
 from shoal.launch.track.tracking import _beat
 from shoal.train.files import StepFile
@@ -128,6 +130,39 @@ def test_a_stopped_run_is_not_finished_and_gets_its_files(tmp_path: Path) -> Non
     train(tmp_path, 0, 3, loss=1.0)
     feed_of(tmp_path, kept).close()
     assert kept.closed is False and kept.files == ["plan.json", "report.html"] and kept.steps == [1, 2, 3]
+
+
+def test_how_the_machine_does_is_told_with_the_newest_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.track.cursor.BLOCK", 300)
+    seen: dict[int, set[str]] = {}
+    kept, machine = Kept(), Machine()
+    monkeypatch.setattr(kept, "log", lambda step, values: seen.update({step: set(values)}))
+    run = TrackedRun(tmp_path, None, "0123456789abcdef", 50, "dp=1")
+    feed = Feed("kept", run, print, lambda name: kept, machine.look)
+    for after, until in ((0, 40), (40, 41)):
+        train(tmp_path, after, until, loss=1.0)
+        time.sleep(0.05)  # the kernel counts in hundredths of a second
+        for _ in range(until):  # of a file in place of another a block at a time
+            feed.feed(0.0)
+    told = {step for step, names in seen.items() if {"system/cpu_percent", "system/memory_used"} <= names}
+    assert told == {40, 41} and len(seen) == 41
+    assert Cursor(tmp_path / "track.json").held("kept").step == 41
+
+
+def test_cores_and_memory_are_those_of_this_machine() -> None:
+    machine, until = Machine(), time.monotonic() + 0.2
+    while time.monotonic() < until:
+        pass
+    found = machine.look()
+    assert 1 < found["system/cpu_percent"] <= 100
+    assert 0 < found["system/memory_used"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_a_driver_says_of_its_gpus() -> None:
+    found = read_gpus("0, 97, 71234\n1, [N/A], 12\n\nNo devices were found\n")
+    assert found == {"gpu0_percent": 97.0, "gpu0_memory": 71234 * 2**20, "gpu1_memory": 12 * 2**20}
 
 
 def test_a_tracker_that_comes_late_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

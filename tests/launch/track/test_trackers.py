@@ -21,6 +21,7 @@ from shoal.train.files import read_rows
 pytestmark = pytest.mark.system
 
 STEPS = 12
+SYSTEM = {"system/cpu_percent", "system/memory_used"}
 KEY = "wandb-key-of-the-launcher-0123456789abcd"
 BLOCK = 32768
 
@@ -102,7 +103,10 @@ def test_tensorboard_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -
     for name in ("loss", "tokens_per_s", "memory_peak"):
         once([point.step for point in events.Scalars(name)])
     assert [point.step for point in events.Scalars("heldout_loss")] == [4, 8, 12]
-    assert {"plan.json", "config.toml"} <= {tag.partition("/")[0] for tag in events.Tags()["tensors"]}
+    attached = {tag.partition("/")[0] for tag in events.Tags()["tensors"]}
+    assert {"plan.json", "config.toml", "report.html"} <= attached
+    for name in SYSTEM:
+        assert events.Scalars(name)[-1].step == STEPS
 
 
 def test_mlflow_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -117,7 +121,12 @@ def test_mlflow_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -> Non
     assert found.data.params["recipe.seq"] == "32" and found.data.tags["layout"].startswith("dp=2")
     for name in ("loss", "tokens_per_s", "memory_peak"):
         once([point.step for point in client.get_metric_history(found.info.run_id, name)])
-    assert {"plan.json", "config.toml"} <= {file.path for file in client.list_artifacts(found.info.run_id)}
+    attached = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert {"plan.json", "config.toml", "report.html"} <= attached
+    assert found.data.metrics.keys() >= SYSTEM
+    # The report that is attached is of this call, all of it.
+    page = Path(client.download_artifacts(found.info.run_id, "report.html", str(run.parent))).read_text()
+    assert f"of {STEPS}</small>" in page and f"step {STEPS}</small>" in page and "going on" not in page
 
 
 def test_trackio_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -136,7 +145,9 @@ print(json.dumps(SQLiteStorage.get_logs("shoal", record["name"]), default=str))
         text=True,
         check=True,
     ).stdout
-    once([row["step"] for row in json.loads(said.splitlines()[-1]) if "loss" in row])
+    rows = json.loads(said.splitlines()[-1])
+    once([row["step"] for row in rows if "loss" in row])
+    assert {name for row in rows for name in row} >= SYSTEM
 
 
 def records(file: Path) -> Iterator[bytes]:
@@ -160,7 +171,7 @@ def test_wandb_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -> None
     from wandb.proto.wandb_internal_pb2 import Record
 
     run, _ = tracked
-    steps, names = [], set()
+    steps, names, found = [], set(), set()
     for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
         for content in records(file):
             record = Record.FromString(content)
@@ -170,9 +181,12 @@ def test_wandb_has_one_curve(tracked: tuple[Path, list[dict[str, Any]]]) -> None
                 values = {
                     item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
                 }
+                found |= values.keys()
                 if "loss" in values:
                     steps.append(record.history.step.num)
-    assert len(names) == 1
+    assert len(names) == 1 and found >= SYSTEM
+    attached = {path.name for path in (run / "wandb").glob("offline-run-*/files/*")}
+    assert {"plan.json", "config.toml", "report.html"} <= attached
     once(steps)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.comm.operations import TimedCollective, bus_share
 from shoal.comm.picture import svg
+from shoal.facts import calibration
 from shoal.facts.cluster.notation import find
 from shoal.predict.time.link_fit import PRICED, fit_operation, link_rates
 from shoal.predict.time.links import ROUNDS, Links
@@ -14,10 +15,10 @@ RANKS, START, HOP, RATE = 4, 30e-6, 5e-6, 2e9
 SIZES = (2**12, 2**16, 2**20, 2**24)
 
 
-def made(op: str) -> list[TimedCollective]:
+def made(op: str, rate: float = RATE) -> list[TimedCollective]:
     hops = ROUNDS[op] * (RANKS - 1) if op in ROUNDS else 1
     return [
-        TimedCollective(op, RANKS, size, START + hops * HOP + size * bus_share(op, RANKS) / RATE)
+        TimedCollective(op, RANKS, size, START + hops * HOP + size * bus_share(op, RANKS) / rate)
         for size in SIZES
     ]
 
@@ -36,15 +37,22 @@ def test_noise_makes_neither_of_them_negative() -> None:
 
 
 def test_the_planner_prices_a_call_as_it_was_measured() -> None:
-    calls = [call for op in PRICED for call in made(op)]
+    """Each at its own bandwidth: gloo's reduce-scatter sends twice what a ring would. On a node, and between nodes."""
+    slower = {"reduce_scatter": RATE / 2, "all_gather": 0.8 * RATE, "all_to_all": RATE / 3}
+    calls = [call for op in (*PRICED, "all_to_all") for call in made(op, slower.get(op, RATE))]
     rates = link_rates(calls, "made up")
-    assert rates is not None
-    cluster = find(f"{RANKS}xcpu")
-    from shoal.facts import calibration
-
-    links = Links(cluster, calibration.find(cluster).model_copy(update={"fast": rates}))
-    for call in calls:
-        assert links.seconds(call.op, call.bytes, RANKS, 1) == pytest.approx(call.seconds, rel=1e-6), call
+    assert rates is not None and rates.bandwidth == pytest.approx(0.9 * RATE)
+    for kind, name in (("fast", f"{RANKS}xcpu"), ("network", f"{RANKS}x1xcpu")):
+        cluster = find(name)
+        known = calibration.find(cluster)
+        nothing = calibration.FAST.model_copy(update={"start": 0.0, "hop": 0.0})
+        links = Links(cluster, known.model_copy(update={"fast": nothing, kind: rates}))
+        for call in calls:
+            assert links.seconds(call.op, call.bytes, RANKS, 1) == pytest.approx(call.seconds, rel=0.05), call
+        # Of large messages the latency is too little to see.
+        large = [call for call in calls if call.bytes == SIZES[-1]]
+        for call in large:
+            assert links.seconds(call.op, call.bytes, RANKS, 1) == pytest.approx(call.seconds, rel=1e-2), call
 
 
 def test_too_few_calls_are_no_link() -> None:

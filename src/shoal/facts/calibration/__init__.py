@@ -59,6 +59,8 @@ class LinkRates(Hardware):
     start: Seconds  # before a collective moves its first byte
     # Bytes/s that were measured, whatever the link's datasheet says: of one device; of a network, out of a whole node.
     bandwidth: Positive | None = None
+    # Of that, what single operations reach, where they were measured: a library need not send what a ring would.
+    operations: dict[str, Positive] = Field(default_factory=dict)
     source: str
 
     @model_validator(mode="before")
@@ -70,6 +72,10 @@ class LinkRates(Hardware):
     def reached(self, promised: float) -> float:
         """Bytes/s of large messages on a link of which so many are promised."""
         return self.bandwidth or promised * self.share
+
+    def of(self, operation: str) -> float:
+        """What an operation reaches of that."""
+        return self.operations.get(operation, 1.0)
 
 
 class NodeRates(Hardware):

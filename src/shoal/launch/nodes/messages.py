@@ -35,9 +35,7 @@ class Status(Document):
     step: int = 0  # that its ranks were in when the last round ended
     failed: bool = False  # some rank did not end well
     seen: dict[int, dict[str, Any]] = {}  # rank → what its flight recorder shows, if the leader asks
-    still: int = (
-        0  # for how many quarters of the stall limit a rank of it has made no progress; -1: not begun
-    )
+    still: int = 0  # 1: a rank of it has made no progress for a quarter of the stall limit; -1: not begun
     stopped: bool = False  # a signal or a debugger has stopped one of them
     standings: dict[int, dict[str, Any]] = {}  # rank → where it was found when the leader last asked
     answered: int = 0  # which question of the leader's that answers

@@ -26,6 +26,10 @@ OLD_EXCHANGES = 4
 TOLD, TOLD_OF_MANY = 16, 4
 # Of up to so many ranks every one is reported at all times.
 ALWAYS = 256
+# What is heard of other nodes in one look, which asks several times, and between two exchanges.
+ONE_LOOK = 0.1
+# A rank that had to wait for a processor says so by as much. Less than between two looks, or none of those would count.
+STARVED_SECONDS = 0.1
 # Of the limit: a rank that makes no progress for so long has the leader ask for all that is known.
 SUSPICIOUS = 0.25
 
@@ -45,7 +49,7 @@ class RankProgress:
         self._since: dict[int, tuple[tuple[int, str, int], float]] = {}
 
     def still(self, seen: Sequence[Snapshot] | None) -> int:
-        """For how many quarters some rank has made none; -1 where not all of them are there."""
+        """1 where some rank has made none for a quarter, else 0; -1 where not all of them are there."""
         if not seen:
             self._since.clear()
             return -1
@@ -54,7 +58,7 @@ class RankProgress:
             done = one.step, one.phase, sum(one.counts.values())
             if self._since.get(one.pid, ((0, "", -1), 0.0))[0] != done:
                 self._since[one.pid] = done, now
-        return int((now - min(self._since[one.pid][1] for one in seen)) / self.quarter)
+        return int(now - min(self._since[one.pid][1] for one in seen) >= self.quarter)
 
 
 class EveryRank:
@@ -67,6 +71,9 @@ class EveryRank:
         self.leader, self.round, self.local = leader, round, local
         self.large = world > ALWAYS
         self.progress = RankProgress(quarter)
+        self._asked, self._others_then = (0.0, -1), list[Status]()
+        # Of each node what it told last, and what that says: of thousands, few have told anything new.
+        self._told: dict[int, tuple[dict[int, dict[str, Any]], list[Snapshot]]] = {}
         leader.command(details=not self.large)
 
     def progressing(self) -> bool:
@@ -85,7 +92,14 @@ class EveryRank:
         mine, others = self.local.look(entries), [status.seen for status in self._others()]
         if mine is None or not all(others):
             return None
-        return mine + [Snapshot.from_json(row) for seen in others for _, row in sorted(seen.items())]
+        found = [*mine]
+        for place, seen in enumerate(others):
+            before = self._told.get(place)
+            if before is None or before[0] is not seen:
+                rows = [Snapshot.from_json(row) for _, row in sorted(seen.items())]
+                before = self._told[place] = seen, rows
+            found += before[1]
+        return found
 
     def any_stopped(self) -> bool:
         return self.local.any_stopped() or any(status.stopped for status in self._others())
@@ -108,6 +122,9 @@ class EveryRank:
 
     def _others(self) -> list[Status]:
         """What the other nodes say of this round; nothing of one that says nothing of it, or that is not heard from."""
+        now, exchanges = time.monotonic(), self.leader.exchanges
+        if exchanges == self._asked[1] and now - self._asked[0] < ONE_LOOK:
+            return self._others_then
         nothing = Status(name="", host="", process=0, devices=0, still=-1)
         old = max(OLD_SECONDS, OLD_EXCHANGES * self.leader.tick)
         found = []
@@ -115,6 +132,7 @@ class EveryRank:
             told = self.leader.last_of(number)
             fresh = self.leader.silent_for(number) < old
             found.append(told if told is not None and fresh and told.round == self.round.number else nothing)
+        self._asked, self._others_then = (now, exchanges), found
         return found
 
 
@@ -137,7 +155,7 @@ class RankReporter:
         """What has changed of a status. ``details``: what the recorders show as well."""
         details = details or asked > self.answered
         ranks, seen = self.local.readers, self.local.look(entries=details) or []
-        brief = [replace(one, entries=one.entries[-self.told :]).as_json() for one in seen] if details else []
+        brief = [self._brief(one).as_json() for one in seen] if details else []
         told: dict[str, Any] = {
             "seen": dict(zip(ranks, brief, strict=False)),
             "still": self.progress.still(seen),
@@ -149,3 +167,8 @@ class RankReporter:
             told["standings"] = {rank: asdict(standing) for rank, standing in standings.items()}
             told["answered"] = asked
         return told
+
+    def _brief(self, one: Snapshot) -> Snapshot:
+        """Without what changes at all times while nothing happens: ranks that wait have nothing new to tell."""
+        starved = one.starved // STARVED_SECONDS * STARVED_SECONDS
+        return replace(one, entries=one.entries[-self.told :], beats=0, starved=starved)

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 from shoal.facts.redact import redact
 from shoal.launch.redacted import redact_output
 from shoal.launch.track.cursor import Cursor, NewRows
+from shoal.launch.track.machine import Machine
 from shoal.launch.track.tracker import Held, TrackedRun, Tracker, new_tracker, values_of
 from shoal.train.files import OWNER_ONLY
 
@@ -31,6 +33,8 @@ PATIENCE_SECONDS = 60.0
 AT_THE_START = ("plan.json", "config.toml")
 AT_THE_END = ("report.html",)
 LOCK = ".track.lock"
+# Of the time that a launcher waits for its trackers at the end.
+REPORT_SECONDS = 30.0
 
 
 class Feed:
@@ -42,8 +46,10 @@ class Feed:
         run: TrackedRun,
         say: Callable[[str], None],
         make: Callable[[str], Tracker] = new_tracker,
+        look: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self.name, self.run, self._say, self._make = name, run, say, make
+        """``look``: at the machine, now."""
+        self.name, self.run, self._say, self._make, self._look = name, run, say, make, look
         self._cursor = Cursor(run.path / "track.json")
         self._tracker: Tracker | None = None
         self._rows = NewRows(run.path / "metrics.jsonl", 0)
@@ -74,16 +80,18 @@ class Feed:
             for file in AT_THE_START:
                 self._attach(tracker, file)
             self._tracker = tracker
-        logged = True
-        while logged:
-            logged = False
-            for row in self._rows.read():
+        rows = [*self._rows.read()]
+        while rows:
+            following = [*self._rows.read()]
+            for row in rows[:-1]:
                 self._tracker.log(row["step"], values_of(row))
-                logged = True
-            if logged:
-                self._tracker.flush()
-                # Only now: a kill before this line has a step asked for again, never left out.
-                self._cursor.note(self.name, Held(self._id, self._rows.step))
+            # How the machine does is known of this moment alone, which is that of the newest step.
+            now = {} if following else self._look()
+            self._tracker.log(rows[-1]["step"], {**values_of(rows[-1]), **now})
+            self._tracker.flush()
+            # Only now: a kill before this line has a step asked for again, never left out.
+            self._cursor.note(self.name, Held(self._id, rows[-1]["step"]))
+            rows = following
 
     def _attach(self, tracker: Tracker, file: str) -> None:
         if (path := self.run.path / file).is_file():
@@ -134,13 +142,25 @@ def main() -> int:
         if not _taken(lock.fileno()):
             say("track: the process of an earlier launcher still feeds the trackers; they are left to it")
             return 0
-        feeds = [Feed(name, run, say) for name in told["trackers"]]
+        machine = Machine()
+        feeds = [Feed(name, run, say, look=machine.look) for name in told["trackers"]]
         while not _ended():
             for feed in feeds:
                 feed.feed(time.monotonic())
+        if not write_report(run.path):
+            say("track: no report could be written; what was there is attached")
         for feed in feeds:
             feed.close()
     return 0
+
+
+def write_report(run: Path) -> bool:
+    """Before it is attached. The page is of a package that this one does not know, so the command writes it."""
+    command = [sys.executable, "-P", "-m", "shoal", "report", str(run)]
+    try:
+        return subprocess.run(command, timeout=REPORT_SECONDS, stdin=subprocess.DEVNULL).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _taken(lock: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.launch.track.tracker import Held, TrackedRun
 
 FOLDER = "tensorboard"
-# It shows text and no pages; a report lies in the run's directory anyway.
+# It shows text and no pages: of a report it has the place.
 SHOWN = (".json", ".toml")
 
 
@@ -44,10 +44,10 @@ class TensorBoard:
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-        if path.suffix not in SHOWN:
-            return
-        text = path.read_text(encoding="utf-8", errors="replace")
-        shown = "\n".join(f"    {line}" for line in text.splitlines())
+        shown = f"[{path.name}]({path.resolve().as_uri()}), a page in the run's directory"
+        if path.suffix in SHOWN:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
         kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         content = TensorProto(dtype=DT_STRING, string_val=[shown.encode()])
         value = Summary.Value(tag=path.name, metadata=kind, tensor=content)

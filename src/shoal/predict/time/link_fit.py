@@ -104,4 +104,6 @@ def link_rates(calls: Sequence[TimedCollective], source: str) -> LinkRates | Non
     hop = max(0.0, (latency["all_reduce"] - latency["all_gather"]) / between)
     start = max(0.0, statistics.median(latency[op] - passes[op] * hop for op in PRICED))
     bandwidth = statistics.median(fits[op].bandwidth for op in PRICED)
-    return LinkRates(share=1.0, hop=hop, start=start, bandwidth=bandwidth, source=source)
+    # gloo sums whole buffers where a reduce-scatter is asked for: twice a ring's bytes, and others' bandwidth hides it.
+    reached = {op: fits[op].bandwidth / bandwidth for op in (*PRICED, "all_to_all") if op in fits}
+    return LinkRates(share=1.0, hop=hop, start=start, bandwidth=bandwidth, operations=reached, source=source)

@@ -81,9 +81,10 @@ class Links:
         """To the next rank of the group. Where some neighbours are in another domain, the step waits for those."""
         rates = self.calibration
         if stride * ranks <= self.domain:
-            return rates.fast.start + rates.fast.hop + size / self.inside(ranks, stride)
+            reached = self.inside(ranks, stride) * rates.fast.of("send")
+            return rates.fast.start + rates.fast.hop + size / reached
         # The last ranks of a domain send out of it, as many as neighbours are apart.
-        rate = self.outward(1, min(stride, self.domain))
+        rate = self.outward(1, min(stride, self.domain)) * rates.network.of("send")
         return rates.network.start + rates.network.hop + size / rate
 
     def _collective(self, op: str, size: int, ranks: int, stride: int) -> float:
@@ -92,7 +93,7 @@ class Links:
         is a logarithm."""
         rates, rounds = self.calibration, ROUNDS.get(op, 1.0)
         near = self.neighbours(ranks, stride)
-        within = self.inside(near, stride)
+        within, part = self.inside(near, stride) * rates.fast.of(op), rates.network.of(op)
         inside = rounds * (ranks - 1) / ranks * size / within if near > 1 else 0.0
         seconds = rates.fast.start + rounds * (near - 1) * rates.fast.hop
         if near == ranks:
@@ -100,8 +101,8 @@ class Links:
         far = ranks / near
         if op == "all_to_all":  # every rank has its own words for every other
             inside = (near - 1) / ranks * size / within
-            outside = (ranks - near) / ranks * size / self.outward(1, self.domain)
+            outside = (ranks - near) / ranks * size / (part * self.outward(1, self.domain))
         else:
-            outside = rounds * (ranks - 1) / ranks * size / self.outward(near, self.domain, far)
+            outside = rounds * (ranks - 1) / ranks * size / (part * self.outward(near, self.domain, far))
         hops = min(far - 1, 2 * log2(far)) if op == "all_reduce" else far - 1
         return seconds + max(inside, outside) + rates.network.start + rounds * hops * rates.network.hop

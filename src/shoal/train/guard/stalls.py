@@ -40,15 +40,17 @@ class StallVerdict:
 def late_collectives(snapshots: Sequence[Snapshot]) -> list[Late]:
     """The first collective of every channel that is not complete. ``snapshots`` are in rank order."""
     channels = dict.fromkeys(channel for snapshot in snapshots for channel in snapshot.counts)
-    found = []
-    for channel in channels:
-        counts = {rank: snapshots[rank].counts.get(channel, 0) for rank in channel.ranks}
-        number = min(counts.values()) + 1
-        missing = tuple(rank for rank, count in counts.items() if count < number)
-        waiting = tuple(rank for rank, count in counts.items() if count >= number)
-        if waiting:
-            found.append(Late(channel, number, missing, waiting))
-    return found
+    found = (late_collective(channel, snapshots) for channel in channels)
+    return [one for one in found if one is not None]
+
+
+def late_collective(channel: Channel, snapshots: Sequence[Snapshot]) -> Late | None:
+    """The first of a channel that some of its ranks have entered and some have not."""
+    counts = {rank: snapshots[rank].counts.get(channel, 0) for rank in channel.ranks}
+    number = min(counts.values()) + 1
+    missing = tuple(rank for rank, count in counts.items() if count < number)
+    waiting = tuple(rank for rank, count in counts.items() if count >= number)
+    return Late(channel, number, missing, waiting) if waiting else None
 
 
 def root(late: Sequence[Late], standings: Mapping[int, Standing]) -> Late:

@@ -9,6 +9,7 @@ from functools import partial
 
 from shoal.observe.flight_recorder import FIRST_STEP, INPUT, STEP, Channel, Snapshot
 from shoal.train.guard import stalls
+from shoal.train.guard.looks import Looks
 from shoal.train.guard.stacks import Standing
 from shoal.train.guard.stalls import Late, StallVerdict
 from shoal.train.guard.watched_ranks import WatchedRanks
@@ -59,8 +60,7 @@ class Watchdog:
 
     def _forget(self) -> None:
         self._waited: dict[tuple[Channel, int], float] = {}
-        self._progress: list[tuple[int, str, int]] = []
-        self._starved: dict[int, float] = {}
+        self._looks = Looks()
         self._quiet = self._in_step = self._longest = 0.0
         # The longest wait that ended well in the first step, which may compile, and after it.
         self._first_wait = self._wait = 0.0
@@ -75,7 +75,7 @@ class Watchdog:
             self._ended_well()
             return None
         snapshots = self.ranks.look()
-        if snapshots is None or [one.pid for one in snapshots] == self._judged:
+        if snapshots is None or (self._judged and [one.pid for one in snapshots] == self._judged):
             self._forget()
             return None
         self._count(passed, snapshots)
@@ -97,7 +97,7 @@ class Watchdog:
     def _ended_well(self) -> None:
         """Whatever was waited for has come: of many ranks it is not seen in which phase that was, so any will do."""
         self._wait = max([self._wait, *self._waited.values()])
-        self._waited, self._progress, self._quiet = {}, [], 0.0
+        self._waited, self._looks, self._quiet = {}, Looks(), 0.0
 
     def _count(self, passed: float, snapshots: list[Snapshot]) -> None:
         """Count for how long each late collective is late, and for how long nothing has happened at all.
@@ -105,38 +105,32 @@ class Watchdog:
         Time in which the ranks that are waited for were ready to run, and others had the processors, does not count:
         on a busy machine they come late, and they come.
         """
-        found = stalls.late_collectives(snapshots)
-        late = [(one.channel, one.number) for one in found]
-        waiting = self._waiting_for_processors(snapshots)
-        missing = {rank for one in found for rank in one.missing}
-        kept = max(0.0, passed - max((waiting[rank] for rank in missing), default=0.0))
+        looks, phases = self._looks, self._looks.phases
+        step = looks.snapshots[0].step if looks.snapshots else snapshots[0].step
+        looks.take(snapshots)
+        found, waiting = looks.late, looks.waiting
+        late = {(one.channel, one.number) for one in found}
+        held = max((waiting.get(rank, 0.0) for one in found for rank in one.missing), default=0.0)
+        kept = max(0.0, passed - held)
         over = [seconds for key, seconds in self._waited.items() if key not in late]
-        phases = {phase for _, phase, _ in self._progress}
         if phases <= {FIRST_STEP, *WATCHED}:
             self._first_wait = max([self._first_wait, *over])
         if phases <= set(WATCHED):
             self._wait = max([self._wait, *over])
         self._waited = {key: self._waited.get(key, 0.0) + kept for key in late}
-        progress = [(one.step, one.phase, sum(one.counts.values())) for one in snapshots]
-        quiet = max(0.0, passed - max(waiting))
-        self._quiet = self._quiet + quiet if progress == self._progress else 0.0
+        quiet = max(0.0, passed - max(waiting.values(), default=0.0))
+        self._quiet = 0.0 if looks.moved else self._quiet + quiet
         self._in_step += passed
-        if self._progress and progress[0][0] != self._progress[0][0]:
+        if snapshots[0].step != step:
             # Once a second step has passed, it is not needed to know what the first one was like.
             self._first_wait = 0.0 if self._longest else self._first_wait
             self._longest, self._in_step = max(self._longest, self._in_step), 0.0
-        self._progress = progress
-
-    def _waiting_for_processors(self, snapshots: Sequence[Snapshot]) -> list[float]:
-        """For how long each rank has, since the last look."""
-        before, self._starved = self._starved, {one.pid: one.starved for one in snapshots}
-        return [one.starved - before.get(one.pid, one.starved) for one in snapshots]
 
     def _stall(self, snapshots: list[Snapshot]) -> Explain | None:
         """How to explain the stall, if there is one."""
         if any(seconds >= self._limit(channel, snapshots) for (channel, _), seconds in self._waited.items()):
             return partial(_explain_late, self._waited)
-        phases = {snapshot.phase for snapshot in snapshots}
+        phases = self._looks.phases
         # Without input no rank is to blame: a file system that does not answer is no better in a new process.
         if phases == {STEP} and self._quiet >= max(self.limits.patient, MUCH_LONGER * self._longest):
             return partial(stalls.explain_silence, self._quiet)
@@ -150,7 +144,8 @@ class Watchdog:
         return None
 
     def _limit(self, channel: Channel, snapshots: list[Snapshot]) -> float:
-        if not all(snapshots[rank].phase in WATCHED for rank in channel.ranks):
+        busy = not self._looks.phases <= set(WATCHED)
+        if busy and not all(snapshots[rank].phase in WATCHED for rank in channel.ranks):
             return self.limits.patient
         usual = LONGER * max(self._first_wait, self._wait)
         return min(max(self.limits.step, usual), self.limits.patient)
