@@ -44,6 +44,7 @@ class Taught(nn.Module):
         "blocks.*.out": "rowwise",
         "head": "colwise_gather_output",
     }
+    pp_plan: ClassVar = {"embed": "first", "blocks": "blocks", "head": "last"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +65,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_plan_of_ones_own_is_proved() -> None:
-    verdicts = shoal.parity(Taught, batches(), "tp=2;fsdp=2,micro=1,offload=optimizer")
-    assert [one.layout for one in verdicts] == ["tp=2", "fsdp=2,micro=1,offload=optimizer"]
+    verdicts = shoal.parity(Taught, batches(), "tp=2;fsdp=2,micro=1,offload=optimizer;pp=2,micro=1")
+    assert [one.layout for one in verdicts] == ["tp=2", "fsdp=2,micro=1,offload=optimizer", "pp=2,micro=1"]
     for one in verdicts:
         assert one.ok, one
         assert one.max_grad_diff <= 1e-12 and one.max_param_diff <= 1e-12 and len(one.losses) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +63,7 @@ from shoal.parallel.stage_module import (
     local_tensor,
     materialize,
     split_stages,
+    with_gradient,
 )
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
@@ -300,7 +300,9 @@ def apply(
         in_shards, whole = [], []  # what adapters are added to is in no checkpoint
     elif still and segments[0].stage.first:
         # The backward pass goes through all blocks, whatever is frozen: all ranks meet in it, and so do stages.
-        segments[0].network.model.embed_tokens.register_forward_hook(_with_gradient)
+        segments[0].network.model.embed_tokens.register_forward_hook(
+            lambda _, args, output: with_gradient(output)
+        )
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
@@ -357,25 +359,6 @@ def _give(piece: Shard, take: Callable[[Shard, Tensor], None]) -> Callable[[Tens
         parameter.grad = None
 
     return give
-
-
-class _EndOfBackward(torch.autograd.Function):
-    """What comes in has no gradient, what goes out has one, which ends here and is not kept."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _with_gradient(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    if not torch.is_grad_enabled() or output.requires_grad:
-        return output
-    passed: Tensor = _EndOfBackward.apply(output, torch.empty(0, requires_grad=True))
-    return passed
 
 
 def _leave_early(

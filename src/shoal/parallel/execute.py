@@ -1,47 +1,24 @@
-"""Execute a pipeline schedule: this rank's instructions, one after the other.
-
-Without a pipeline the list reads: forward and backward of the first micro-batch, then of the second, and so on.
-"""
+"""Execute a pipeline schedule with stages of a network that Shoal built."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from shoal.facts.layout.stages import rank_of_stage
-from shoal.facts.schedules.programs import Action, Instruction, programs
 from shoal.models.cross_entropy import PendingWeightGradient
 from shoal.models.loss import Head
 from shoal.parallel.context import SequenceShare
-from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pipeline import Arrival, Channels
 from shoal.parallel.router_tally import RouterTally
+from shoal.parallel.schedule_executor import ScheduleExecutor, StepState
 from shoal.parallel.shards import Reducer
 from shoal.parallel.stage_module import MicroBatch, StageModule
 
-Key = tuple[int, int]  # (stage, micro-batch)
+__all__ = ["Executor", "StepState"]
 
 
-@dataclass
-class StepState:
-    """What is between two instructions of a step."""
-
-    batches: list[MicroBatch]
-    arriving: dict[Key, Arrival | Tensor] = field(default_factory=dict)  # hidden states
-    arriving_back: dict[Key, Arrival | Tensor] = field(default_factory=dict)  # their gradients
-    inputs: dict[Key, Tensor] = field(default_factory=dict)
-    outputs: dict[Key, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-
-
-class Executor:
+class Executor(ScheduleExecutor):
     """Runs the segments of one rank."""
 
     def __init__(
@@ -54,29 +31,26 @@ class Executor:
         compiled: bool = False,
         routers: RouterTally | None = None,
     ) -> None:
-        """``split_backward``: whether the schedule's separate weight gradients are really computed apart.
-
-        ``compiled``: whether blocks compile when they are first run.
-        """
-        self.segments = {segment.stage.index: segment for segment in segments}
-        self.mesh, self.layout = mesh, mesh.layout
-        self.gradients = gradients
-        self.stages = self.layout.pp * self.layout.chunks
+        """As ``ScheduleExecutor``."""
+        super().__init__(segments, mesh, gradients, split_backward, compiled)
         self._network = segments[0].network
         self._compute = self._network.model.compute
-        self.channels = Channels(mesh) if self.layout.pp > 1 else None
-        # What has been computed before, where that matters.
-        self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
-        if self.channels is not None and (compiled or mesh.device.type == "cuda"):
-            self.loaded = set()
         self.sequence = SequenceShare(self.layout, mesh.coords["cp"])
         self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
         self.routers = routers
         self.strict = strict
-        self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
                 self.deferred.watch(segment)
+
+    def kind(self, batch: MicroBatch) -> torch.Size:
+        return batch.tokens.shape
+
+    def entry(self, batch: MicroBatch) -> Tensor:
+        return batch.tokens
+
+    def boundary(self, stage: int, batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype]:
+        return self._hidden_shape(batch), self._compute
 
     def forward_backward(self, batches: list[MicroBatch], factor: float, scale: float = 1.0) -> list[Tensor]:
         """Gradients of the losses times ``factor``; the loss's sums of each micro-batch whose end is here.
@@ -85,40 +59,13 @@ class Executor:
         factor that is also the routers' losses'.
         """
         batches = [self.sequence.of(batch) for batch in batches]
-        self._load_kernels(batches[0], None)
-        program = self._program(len(batches))
-        complete = _last_backward(program)
-        underway = StepState(batches)
+        self.load_kernels(batches[0])
         for head in self.heads:
             # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
             head.start_step(factor, None if self.strict else PendingWeightGradient())
         if self.routers is not None:
             self.routers.start_step(scale)
-        for number, instruction in enumerate(program):
-            # A trace shows which instruction it is at; outside of one this costs microseconds.
-            with record_function(f"shoal {instruction}"):
-                stage, micro = instruction.stage, instruction.micro
-                last = complete.get(stage) == number
-                match instruction.action:
-                    case Action.FORWARD:
-                        self._forward(stage, micro, underway)
-                    case Action.BACKWARD:
-                        self.gradients.before_backward(stage, last)
-                        self._backward(stage, micro, underway)
-                        self.gradients.after_backward(stage, last)
-                    case Action.INPUT:
-                        self.gradients.before_backward(stage, False)
-                        with self._deferring(stage, micro):
-                            self._backward(stage, micro, underway)
-                    case Action.WEIGHT:
-                        if self.deferred is not None:
-                            self.deferred.compute(stage, micro)
-                        self.gradients.after_backward(stage, last)
-                    case _:
-                        self._communicate(instruction, underway)
-        if self.channels is not None:
-            self.channels.wait_for_sends()
-        return underway.losses
+        return self.both_passes(batches)
 
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
@@ -127,21 +74,8 @@ class Executor:
         ``place`` counts the tokens that are here.
         """
         batches = [self.sequence.of(batch) for batch in batches]
-        self._load_kernels(batches[0], place)
-        underway = StepState(batches)
-        for instruction in self._program(len(batches)):
-            if instruction.action is Action.FORWARD:
-                self._forward(instruction.stage, instruction.micro, underway, place)
-                underway.inputs.clear()
-                if instruction.stage == self.stages - 1 or instruction.stage + 1 in self.segments:
-                    del underway.outputs[instruction.stage, instruction.micro]
-            elif instruction.action in (Action.SEND_FORWARD, Action.RECEIVE_FORWARD):
-                self._communicate(instruction, underway)
-            if instruction.action is Action.SEND_FORWARD:
-                del underway.outputs[instruction.stage, instruction.micro]
-        if self.channels is not None:
-            self.channels.wait_for_sends()
-        return underway.losses
+        self.load_kernels(batches[0], place)
+        return self.forward_passes(batches, place)
 
     def scores(self, batch: MicroBatch, place: int) -> Tensor:
         """The scores [rows, vocabulary] of the token after ``place`` of whole rows, on every rank of the replica."""
@@ -156,127 +90,9 @@ class Executor:
                 dist.broadcast(scores, group=group, group_src=source)
         return scores
 
-    def _load_kernels(self, batch: MicroBatch, place: int | None) -> None:
-        """Compute every stage once, before the first message, wherever a batch of this shape was not computed yet.
-
-        CUDA loads a kernel when it is first launched, and for that waits until the device is idle; which it may not
-        be, because a receive that was started ahead waits there for a rank that waits for us. And stages compile their
-        blocks at the same time here; in a step each would begin when the one before is done. What is computed is
-        thrown away: all ranks of a stage take part in its sums, and the step then starts anew.
-        """
-        kind = (batch.tokens.shape, torch.is_grad_enabled(), place is None)
-        if self.loaded is None or kind in self.loaded:
-            return
-        self.loaded.add(kind)
-        for stage, segment in self.segments.items():
-            # Twice, because the second time gradients are added to those of the first.
-            for _ in range(2 if torch.is_grad_enabled() else 1):
-                inputs = batch.tokens
-                if not segment.stage.first:
-                    inputs = torch.zeros(
-                        self._hidden_shape(batch), dtype=self._compute, device=self.mesh.device
-                    )
-                    inputs.requires_grad_(torch.is_grad_enabled())
-                output = segment(inputs, batch, place)
-                if torch.is_grad_enabled():
-                    self.gradients.before_backward(stage, False)
-                    with self._deferring(stage, 0):
-                        torch.autograd.backward(output, torch.zeros_like(output))
-                    if self.deferred is not None:
-                        self.deferred.compute(stage, 0)
-            if torch.is_grad_enabled():
-                self.gradients.after_backward(stage, True)
-        if torch.is_grad_enabled():
-            self.gradients.finish_step()
-            self.gradients.start_step()
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
-
-    @contextmanager
-    def _deferring(self, stage: int, micro: int) -> Iterator[None]:
-        """Weight gradients of the backward pass inside are left for later, unless they never are."""
-        if self.deferred is None:
-            yield
-            return
-        self.deferred.begin(stage, micro)
-        yield
-        self.deferred.end()
-
-    def _rank_of(self, stage: int) -> int:
-        return rank_of_stage(self.layout.pp, self.layout.chunks, self.layout.schedule, stage)
-
-    def _program(self, micro_batches: int) -> list[Instruction]:
-        layout = self.layout
-        return programs(layout.schedule, layout.pp, layout.chunks, micro_batches)[self.mesh.coords["pp"]]
-
-    def _forward(self, stage: int, micro: int, underway: StepState, place: int | None = None) -> None:
-        segment, batch = self.segments[stage], underway.batches[micro]
-        inputs = batch.tokens
-        if not segment.stage.first:
-            inputs = _arrived(underway.arriving.pop((stage, micro)))
-            inputs.requires_grad_(torch.is_grad_enabled())
-            underway.inputs[stage, micro] = inputs
-        output = segment(inputs, batch, place)
-        underway.outputs[stage, micro] = output
-        if segment.stage.last:
-            underway.losses.append(output.detach())
-        elif stage + 1 in self.segments:  # the bottom of a V: the next stage is here as well
-            underway.arriving[stage + 1, micro] = output.detach()
-
-    def _backward(self, stage: int, micro: int, underway: StepState) -> None:
-        segment = self.segments[stage]
-        output = underway.outputs.pop((stage, micro))
-        if segment.stage.last:
-            output[0].backward()
-        else:
-            gradient = _arrived(underway.arriving_back.pop((stage, micro)))
-            if self.channels is not None and stage + 1 not in self.segments:
-                # The gradient of what was sent: the rank that computed it has received it.
-                next_rank = self._rank_of(stage + 1)
-                self.channels.has_arrived(Instruction(Action.SEND_FORWARD, stage, micro, next_rank))
-            torch.autograd.backward(output, gradient)
-        if not segment.stage.first and stage - 1 in self.segments:
-            underway.arriving_back[stage - 1, micro] = _gradient(underway.inputs.pop((stage, micro)))
-
-    def _communicate(self, instruction: Instruction, underway: StepState) -> None:
-        assert self.channels is not None and instruction.peer is not None
-        stage, micro, peer = instruction.stage, instruction.micro, instruction.peer
-        match instruction.action:
-            case Action.SEND_FORWARD:
-                self.channels.send(underway.outputs[stage, micro].detach(), instruction)
-            case Action.SEND_BACKWARD:
-                self.channels.send(_gradient(underway.inputs.pop((stage, micro))), instruction)
-            case Action.RECEIVE_FORWARD:
-                underway.arriving[stage, micro] = self._receive(underway.batches[micro], peer)
-            case Action.RECEIVE_BACKWARD:
-                underway.arriving_back[stage, micro] = self._receive(underway.batches[micro], peer)
-
-    def _receive(self, batch: MicroBatch, peer: int) -> Arrival:
-        """Hidden states, or their gradients: they have the same shape."""
-        assert self.channels is not None
-        return self.channels.receive(self._hidden_shape(batch), self._compute, peer)
-
     def _hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Of what passes from stage to stage: with sequence parallelism each rank sends its own tokens."""
         rows, length = batch.tokens.shape
         if self.layout.sp:
             length //= self.layout.tp
         return rows, length, self._network.shape.hidden
-
-
-def _last_backward(program: list[Instruction]) -> dict[int, int]:
-    """For every stage the number of the instruction that completes its gradients."""
-    return {
-        instruction.stage: number
-        for number, instruction in enumerate(program)
-        if instruction.action in (Action.BACKWARD, Action.WEIGHT)
-    }
-
-
-def _arrived(tensor: Arrival | Tensor) -> Tensor:
-    return tensor.wait() if isinstance(tensor, Arrival) else tensor
-
-
-def _gradient(inputs: Tensor) -> Tensor:
-    assert inputs.grad is not None
-    return inputs.grad

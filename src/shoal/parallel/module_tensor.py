@@ -8,7 +8,6 @@ module must not mind: it reads their number off the shapes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -24,6 +23,7 @@ from shoal.facts.model.tensor_split import Box, TensorPart, cut_evenly
 from shoal.facts.problem import BadInput
 from shoal.models.logits import rows_here
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.module_stages import STAGE_WORDS, named_modules
 from shoal.parallel.tensor_region import SumBackward, SumForward
 
 # By output features, by input features; with ``gather`` and ``split`` what comes out, or goes in, is whole.
@@ -38,18 +38,20 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 TEACH = 'run.prepare(…, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}), see docs/library.md; or tp=1'
 
+ADAPTERS = "fsdp= or pp= of a PEFT model; or lora = {…} in a config of shoal train, which has tp"
+
 
 def plan_of(module: nn.Module, given: Mapping[str, str] | None, tp: int) -> dict[str, str]:
     """The way of every module that a plan names. ``given``: the user's, before the module's own."""
-    plan = given if given is not None else getattr(module, "tp_plan", None)
+    own = {name: word for name, word in (given or {}).items() if word not in STAGE_WORDS}
+    plan = own or getattr(module, "tp_plan", None)
     if not plan:
         raise BadInput(f"layout tp={tp}: {type(module).__name__} has no plan for tensor parallelism", TEACH)
     found: dict[str, str] = {}
     for pattern, word in plan.items():
         style = OTHER_NAMES.get(word, word)
-        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        names = [name for name, _ in module.named_modules() if expression.fullmatch(name)]
-        if not names and given is not None:
+        names = named_modules(module, pattern)
+        if not names and own:
             raise BadInput(
                 f"plan: the model has no module {pattern!r}", "names as model.named_modules() has them"
             )
@@ -59,6 +61,12 @@ def plan_of(module: nn.Module, given: Mapping[str, str] | None, tp: int) -> dict
                 f"tp=1, or a plan of {', '.join(STYLES)}",
             )
         found.update(dict.fromkeys(names, style))
+    if not found:
+        raise BadInput(
+            f"layout tp={tp}: the plan of {type(module).__name__} names none of its modules"
+            + (", for PEFT has renamed them" if hasattr(module, "peft_config") else ""),
+            ADAPTERS if hasattr(module, "peft_config") else TEACH,
+        )
     return found
 
 
@@ -73,6 +81,8 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
         layer = module.get_submodule(name)
         if style in (WHOLE, WHOLE_SUMMED):
             continue
+        if hasattr(layer, "base_layer"):
+            raise BadInput(f"layout tp={tp}: {name} has an adapter, which is not split here", ADAPTERS)
         wanted = nn.Embedding if style == VOCABULARY else nn.Linear
         if not isinstance(layer, wanted):
             raise BadInput(

@@ -23,11 +23,21 @@ from shoal.facts.problem import BadInput
 from shoal.parallel.batch_norm import batch_norms, share_statistics
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import innermost
+from shoal.parallel.module_pipeline import ModuleExecutor, ModuleStage
+from shoal.parallel.module_stages import is_within, tensor_owners
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.shard import FullyShard, ShardedRoot, sum_gradients
+from shoal.parallel.shard import FullyShard, ShardedRoot, keep_gathered, sum_gradients
 from shoal.parallel.shard import piece as sharded_piece
-from shoal.parallel.shards import ComposedReducer, HeldParameter, NoReducer, Reducer, Shard, counts
+from shoal.parallel.shards import (
+    ComposedReducer,
+    HeldParameter,
+    NoReducer,
+    Reducer,
+    Shard,
+    counts,
+    gradient,
+)
 from shoal.parallel.zero import ShardedStates
 
 ONLY_STAGE = 0
@@ -43,8 +53,12 @@ class PlacedModule:
         gradients: Reducer,
         kept: list[Shard],
         names: list[str],
+        stage: ModuleStage | None = None,
     ) -> None:
-        """``kept``: what no optimizer updates and a checkpoint has all the same. ``names``: of all that is trained."""
+        """``kept``: what no optimizer updates and a checkpoint has all the same. ``names``: of all that is trained.
+
+        ``stage``: of a pipeline; None: all of the module is here.
+        """
         self.module, self.blocks, self.gradients = module, blocks, gradients
         self.kept, self.names = kept, names
         self.pieces = gradients.pieces
@@ -54,9 +68,14 @@ class PlacedModule:
         self._sharded = {
             one.label: one.parameter for one in _held(gradients) if isinstance(one.parameter, DTensor)
         }
+        self.stage = stage
+        self.executor: ModuleExecutor | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all that a checkpoint has, as a whole
         self.tensor_ranks: dist.ProcessGroup | None = None
         self.summed: list[Shard] = []  # of which each tensor rank has a part of the gradient
+        self.tied: list[Shard] = []  # which another stage has too
+        self.ends: dist.ProcessGroup | None = None  # that stage and this one
+        self._called = {one.label: one.name for one in _held(gradients)}
         self._reached: set[str] = set()
         for label, parameter in self._whole.items():
             parameter.register_post_accumulate_grad_hook(self._noting(label))
@@ -77,11 +96,13 @@ class PlacedModule:
             if not isinstance(part, FullyShard):
                 part.after_backward(ONLY_STAGE, last=True)
 
-    def reached(self) -> list[int]:
-        """By ``names``, whether a gradient has come to it here since the step began: 1 or 0."""
+    def reached(self) -> tuple[list[int], int]:
+        """By ``names``, whether a gradient has come to it here since the step began, 1 or 0; and to how many of those
+        that are here none has.
+        """
         have = {label for label, parameter in self._sharded.items() if parameter.grad is not None}
-        have |= self._reached
-        return [int(name in have) for name in self.names]
+        called = {self._called[label] for label in have | self._reached}
+        return [int(name in called) for name in self.names], len({*self._called.values()} - called)
 
     def finish_step(self, reached: list[int]) -> None:
         """``reached``: by ``names``, on how many ranks a gradient came. What has none stays as it is."""
@@ -93,6 +114,9 @@ class PlacedModule:
         for piece in self.summed:
             if piece.tensor.grad is not None:
                 dist.all_reduce(piece.tensor.grad, group=self.tensor_ranks)
+        for piece in self.tied:
+            if piece.name not in without:
+                dist.all_reduce(gradient(piece), group=self.ends)
 
     def after_update(self) -> None:
         self.gradients.after_update()
@@ -111,60 +135,91 @@ def place_module(
     module: nn.Module,
     mesh: Mesh,
     blocks: list[nn.Module],
+    shapes: dict[str, tuple[int, ...]],
+    trained: list[str],
     tune: TuneSection | None = None,
     parts: Mapping[str, TensorPart] | None = None,
     arrived: set[Tensor] | None = None,
     summed: Collection[str] = (),
+    stage: ModuleStage | None = None,
 ) -> PlacedModule:
     """Place a module whose values are the first rank's. ``blocks``: units of ``zero=3`` and of recomputation.
 
-    ``parts``: of parameters that tensor ranks have split already, what is here; those are among what has ``arrived``.
-    ``summed``: names of parameters whose gradients tensor ranks add up.
+    ``shapes``: of all that a checkpoint has. ``trained``: names, on all ranks together. ``parts``: of parameters that
+    tensor ranks have split already, what is here; those are among what has ``arrived``. ``summed``: names of parameters
+    whose gradients tensor ranks add up. ``stage``: of a pipeline, whose values are all here.
     """
+    if not trained:
+        raise BadInput(
+            "the model has no parameter that is trained", "requires_grad_(True) on what is to be trained"
+        )
     arrived = set() if arrived is None else arrived
     layout, tune, parts = mesh.layout, tune or TuneSection(), parts or {}
     dense = parameter_groups(layout, experts=False, lora=False)[DENSE]
-    recompute(innermost(blocks), layout.recompute, generators=True)
-    alone = (
-        [parameter for parameter in module.parameters() if parameter.dim() == 0]
-        if dense.fully_sharded
-        else []
-    )
-    if dense.fully_sharded:
-        _shard(module, blocks, mesh, alone, arrived)
-    take_in(tensors_of(module), mesh.device, arrived)
     everywhere = whole_everywhere(layout)
-    if (norms := batch_norms(module)) and (group := mesh.group_of(everywhere.replicated)) is not None:
-        share_statistics(norms, group, everywhere.replicated.size)
+    # A group is made by all ranks, whichever of them have a use for it.
+    all_data = mesh.group_of(everywhere.replicated) if stage is not None or batch_norms(module) else None
+    blocks = [block for block in blocks if _is_here(block)]
+    recompute(innermost(blocks), layout.recompute, generators=True)
+    alone = [one for one in module.parameters() if one.dim() == 0] if dense.fully_sharded else []
+    root = module if stage is None else stage
+    if dense.fully_sharded:
+        _shard(root, blocks, mesh, alone, arrived)
+    take_in((one for one in tensors_of(module) if stage is None or not one.is_meta), mesh.device, arrived)
+    if all_data is not None:
+        norms = [norm for norm in batch_norms(module) if _is_here(norm)]
+        share_statistics(norms, all_data, everywhere.replicated.size)
 
-    def held(name: str, parameter: nn.Parameter) -> HeldParameter:
+    def held(name: str, parameter: nn.Parameter, buffer: bool = False) -> HeldParameter:
         shape = tuple(parameter.shape)
         part = parts.get(name) or TensorPart(
             Box(shape, (0,) * len(shape), shape), layout.tp, mesh.coords["tp"]
         )
         # FSDP takes no scalars, and what is not trained has no states to share out.
         shared = isinstance(parameter, DTensor) or (parameter.requires_grad and not dense.fully_sharded)
-        return HeldParameter(name, ONLY_STAGE, parameter, part, dense if shared else everywhere, copied=False)
+        group = dense if shared else everywhere
+        if stage is None:
+            return HeldParameter(name, ONLY_STAGE, parameter, part, group, copied=False)
+        known = stage.names[name]
+        copied = known != name or (buffer and not stage.holds(name) and not stage.stage.first)
+        return HeldParameter(known, stage.stage.index, parameter, part, group, copied, own_name=name)
 
-    every = [held(name, parameter) for name, parameter in module.named_parameters()]
-    trained = [one for one in every if one.parameter.requires_grad]
-    if not trained:
-        raise BadInput(
-            "the model has no parameter that is trained", "requires_grad_(True) on what is to be trained"
-        )
-    for one in trained:
+    every = [held(name, one) for name, one in module.named_parameters() if not one.is_meta]
+    updated = [one for one in every if one.parameter.requires_grad]
+    for one in updated:
         if not isinstance(one.parameter, DTensor):
             one.parameter.grad_dtype = one.parameter.dtype
-    gradients = _reducer(module, trained, mesh, tune)
+    tied = set() if stage is None else stage.shared
+    gradients = _reducer(root, module, updated, mesh, tune, tied)
     kept = [_kept(one, mesh) for one in every if not one.parameter.requires_grad]
-    buffers = [held(name, cast(nn.Parameter, buffer)) for name, buffer in _buffers(module)]
+    buffers = [held(name, cast(nn.Parameter, one), True) for name, one in _buffers(module) if not one.is_meta]
     kept += [_kept(one, mesh) for one in buffers]
-    names = [one.name for one in trained]
-    placed = PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], names)
-    placed.shapes = {one.name: one.part.box.whole for one in (*every, *buffers)}
+    placed = PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], trained, stage)
+    placed.shapes = shapes
     placed.tensor_ranks = mesh.group("tp")
     placed.summed = [piece for piece in placed.pieces if piece.name in summed]
+    if stage is not None:
+        stage.take_part()
+        placed.executor = ModuleExecutor(stage, mesh, gradients)
+        if tied:
+            placed.ends = mesh.subgroup("pp", [[0, layout.pp - 1]])
+            placed.tied = [piece for piece in placed.pieces if piece.name in tied]
     return placed
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that a checkpoint has."""
+    return {name: tuple(one.shape) for name, one in (*module.named_parameters(), *_buffers(module))}
+
+
+def _is_here(block: nn.Module) -> bool:
+    """Whether a block is of this rank's stage."""
+    meta = {one.is_meta for one in block.parameters()}
+    if len(meta) > 1:
+        raise BadInput(
+            f"wrap: a {type(block).__name__} is in several stages of the pipeline", "wrap= smaller modules"
+        )
+    return True not in meta
 
 
 def whole_everywhere(layout: Layout) -> ParameterGroup:
@@ -194,30 +249,47 @@ def take_in(tensors: Iterable[Tensor], device: torch.device, arrived: set[Tensor
         arrived.add(tensor)
 
 
+def take_in_stage(stage: ModuleStage, device: torch.device, arrived: set[Tensor]) -> None:
+    """What a stage has, with the first rank's values, to its device; of the rest, which all ranks pass on to those that
+    have it, shapes are kept.
+    """
+    for tensor, owners in tensor_owners(stage.module).items():
+        if all(is_within(path, stage.absent) for path, _, _ in owners) and not tensor.is_meta:
+            dist.broadcast(tensor.data.to(device).contiguous(), 0)
+        else:
+            take_in([tensor], device, arrived)
+    stage.let_go()
+
+
 def tensors_of(*modules: nn.Module) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _shard(
-    module: nn.Module, blocks: list[nn.Module], mesh: Mesh, alone: list[nn.Parameter], arrived: set[Tensor]
+    root: nn.Module, blocks: list[nn.Module], mesh: Mesh, alone: list[nn.Parameter], arrived: set[Tensor]
 ) -> None:
     """Block by block, so that of a large model one block and shards are on the device at a time."""
-    unit, left = mesh.layout.unit, set(alone)
+    unit, pipelined = mesh.layout.unit, mesh.layout.pp > 1
+    # Of other stages there are shapes.
+    left = {*alone, *(one for one in root.parameters() if pipelined and one.is_meta)}
     # From the last to the first: what lies inside of another comes before it.
     for start in reversed(range(0, len(blocks), unit)):
         modules = blocks[start : start + unit]
         take_in(tensors_of(*modules), mesh.device, arrived)
         _check_alike(modules)
-        fully_shard(modules, mesh=mesh.sharding, reshard_after_forward=True, ignored_params=left)
-    take_in(tensors_of(module), mesh.device, arrived)
-    _check_alike([module])
+        fully_shard(modules, mesh=mesh.sharding, reshard_after_forward=not pipelined, ignored_params=left)
+    take_in((one for one in tensors_of(root) if not pipelined or not one.is_meta), mesh.device, arrived)
+    _check_alike([root])
     # What is left, embeddings and norms, is used at both ends of a step.
-    fully_shard(module, mesh=mesh.sharding, reshard_after_forward=False, ignored_params=left)
-    sum_gradients(module)
+    fully_shard(root, mesh=mesh.sharding, reshard_after_forward=False, ignored_params=left)
+    sum_gradients(root)
+    if pipelined:
+        keep_gathered(root)
 
 
 def _check_alike(modules: list[nn.Module]) -> None:
-    rest = [p for module in modules for p in module.parameters() if not isinstance(p, DTensor) and p.dim()]
+    every = [one for module in modules for one in module.parameters() if one.dim() and not one.is_meta]
+    rest = [one for one in every if not isinstance(one, DTensor)]
     if len(found := {parameter.dtype for parameter in rest}) > 1:
         words = ", ".join(sorted(str(one).removeprefix("torch.") for one in found))
         raise BadInput(
@@ -226,18 +298,27 @@ def _check_alike(modules: list[nn.Module]) -> None:
         )
 
 
-def _reducer(module: nn.Module, trained: list[HeldParameter], mesh: Mesh, tune: TuneSection) -> Reducer:
+def _reducer(
+    root: nn.Module,
+    module: nn.Module,
+    trained: list[HeldParameter],
+    mesh: Mesh,
+    tune: TuneSection,
+    tied: Collection[str],
+) -> Reducer:
+    """``tied``: what is cut alike on the two stages that have it."""
     bucket_bytes = round(tune.bucket_mb * 2**20)
     together: dict[object, list[HeldParameter]] = {}
     for one in trained:
         # A bucket has one type; FSDP's units have theirs.
-        key = None if one.group.fully_sharded else (one.group, one.parameter.dtype)
+        own = one.name if one.name in tied else ""
+        key = None if one.group.fully_sharded else (one.group, one.parameter.dtype, own)
         together.setdefault(key, []).append(one)
 
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.fully_sharded:
-            roots = {ONLY_STAGE: ShardedRoot(module, module)}
+            roots = {held[0].stage: ShardedRoot(root, module)}
             return FullyShard(roots, held, mesh, held[0].parameter.dtype)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, None)
@@ -246,6 +327,8 @@ def _reducer(module: nn.Module, trained: list[HeldParameter], mesh: Mesh, tune: 
         return NoReducer(held, mesh)
 
     parts = [(held, reducer(held)) for held in together.values()]
+    if not parts:
+        return NoReducer([], mesh)  # a stage whose parameters are all frozen
     return ComposedReducer(trained, parts) if len(parts) > 1 else parts[0][1]
 
 

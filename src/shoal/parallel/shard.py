@@ -100,9 +100,7 @@ def shard(
         register_fsdp_forward_method(network.lm_head, "scores")
     sum_gradients(segment)
     if layout.pp > 1:
-        root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(False)
-        root.set_is_last_backward(False)
+        keep_gathered(segment)
     _prefetch(order, tune.prefetch)
 
 
@@ -111,6 +109,14 @@ def sum_gradients(root: nn.Module) -> None:
     for module in _sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def keep_gathered(root: nn.Module) -> None:
+    """Between the passes of a step, whose gradients are reduced at its end."""
+    sharded = cast(FSDPModule, root)
+    sharded.set_requires_gradient_sync(False)
+    sharded.set_reshard_after_backward(False)
+    sharded.set_is_last_backward(False)
 
 
 def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:

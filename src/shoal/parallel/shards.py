@@ -39,7 +39,7 @@ class HeldParameter:
     parameter: nn.Parameter
     part: TensorPart
     group: ParameterGroup
-    copied: bool  # a head's own copy of a tied embedding
+    copied: bool  # a head's own copy of a tied embedding: counted and written where it is a copy of
     states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
     placed_later: bool = False  # whether a master copy is made when it is known where it will be
     # Where it rests off the device (``parallel/offload/params.py``): all of it, or this rank's rows. None: here.
@@ -47,11 +47,14 @@ class HeldParameter:
     home_file: WeightFile | None = (
         None  # where that tensor has no values: those of all of it are in this file
     )
+    own_name: str | None = (
+        None  # what its module calls it, where that is neither its name nor a copied head's
+    )
 
     @property
     def label(self) -> str:
         """The name of this parameter among those of its rank."""
-        return HEAD if self.copied else self.name
+        return self.own_name or (HEAD if self.copied else self.name)
 
     @property
     def has_master(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,26 @@ def fill_storage(parameter: Tensor) -> None:
     """Room for a parameter that has none. What it holds is anything."""
     rows = local_tensor(parameter)
     rows.untyped_storage().resize_((int(rows.storage_offset()) + rows.numel()) * rows.element_size())
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """What comes in has no gradient, what goes out has one, which ends here and is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def with_gradient(output: Tensor) -> Tensor:
+    """What a backward pass can begin at, even where nothing before it is trained."""
+    if not torch.is_grad_enabled() or output.requires_grad:
+        return output
+    passed: Tensor = _EndOfBackward.apply(output, torch.empty(0, requires_grad=True))
+    return passed
 
 
 def before_backward(module: nn.Module, do: Callable[[], None]) -> None:

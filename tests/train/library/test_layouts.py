@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.ranks import run_ranks
-from tests.train.library.small import BATCH, ROWS, Case, Result, assert_same, plain, train
+from typing import Any
 
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.train.library.small import (
+    BATCH,
+    ROWS,
+    Case,
+    Result,
+    assert_same,
+    build,
+    optimizer_of,
+    plain,
+    rows,
+    train,
+)
+from torch import Tensor
+
+import shoal
+from shoal.facts.problem import BadInput
 from shoal.train.data.order import sample_index
 
+GPT2_STAGES = (
+    ("transformer.wte", "first"),
+    ("transformer.wpe", "first"),
+    ("transformer.h", "blocks"),
+    ("transformer.ln_f", "last"),
+    ("lm_head", "last"),
+)
 WORLD_1 = [
     Case("gpt2", "dp=1,micro=2"),
     Case("gpt2", "dp=1,micro=2,recompute=full,offload=optimizer", clip=0.5),
@@ -36,6 +60,9 @@ WORLD_2 = [
     Case("vision", "fsdp=2,zero=1,offload=optimizer", clip=0.05),
     Case("llama", "tp=2,micro=4,offload=optimizer"),
     Case("vision", "tp=2", plan=(("head", "colwise_gather_output"),)),
+    Case("llama", "pp=2", clip=0.5),
+    Case("qwen3", "pp=2,micro=2,recompute=full"),
+    Case("gpt2", "pp=2,schedule=gpipe,micro=4,offload=optimizer", plan=GPT2_STAGES),
 ]
 WORLD_4 = [
     Case("gpt2", "dp=2,fsdp=2,micro=1", clip=0.5),
@@ -46,6 +73,10 @@ WORLD_4 = [
     Case("gpt2", "dp=2,fsdp=2,micro=1", own="count"),
     Case("qwen3", "fsdp=2,tp=2", clip=0.5),
     Case("llama", "fsdp=2,zero=1,tp=2,micro=2"),
+    Case("llama", "dp=2,pp=2"),
+    Case("qwen3", "fsdp=2,pp=2,micro=2", clip=0.5),
+    Case("qwen3", "fsdp=2,zero=1,pp=2"),
+    Case("qwen3", "tp=2,pp=2,micro=2"),
 ]
 
 
@@ -89,3 +120,40 @@ def test_what_weighs_and_what_comes_first() -> None:
 
     # Shuffled rows are the same in every layout.
     assert_same(shuffled, plain(SHUFFLED, order=order))
+
+
+def use_stages(rank: int, world: int) -> list[Any]:
+    """What a script may do with its part of a model, and what it may not."""
+    found: list[Any] = []
+    with shoal.run("pp=2,micro=2", batch=BATCH) as run:
+        model: Any = build("llama")
+        model, _, _ = run.prepare(model, optimizer_of(model), rows("llama"))
+        held = {name for name, one in model.named_parameters() if not one.is_meta}
+        batch = torch.utils.data.default_collate(rows("llama")[:BATCH])
+        found += [held, run.evaluate(model, batch)]
+        with pytest.raises(BadInput, match=r"run\.evaluate"):
+            model(**batch)
+        with pytest.raises(BadInput, match=r"run\.step\(model, batch, loss=fn\)"):
+            run.backward(torch.zeros(()))
+
+        def own(model: Any, batch: Any) -> tuple[Tensor, int]:
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            return model(**batch).loss * count, count
+
+        found.append(float(run.step(model, batch, loss=own)))
+    with shoal.run("fsdp=2,micro=2", batch=BATCH) as run:
+        model = build("llama")
+        model, _ = run.prepare(model, optimizer_of(model))
+        half = torch.utils.data.default_collate(rows("llama")[4 * rank : 4 * rank + 4])
+        found += [run.evaluate(model, half), float(run.step(model, half))]
+    return found
+
+
+def test_a_script_with_stages() -> None:
+    (first, *losses), (last, *others) = run_ranks(2, use_stages)
+    model: Any = build("llama")
+    batch = torch.utils.data.default_collate(rows("llama")[:BATCH])
+    assert losses == others == pytest.approx([float(model(**batch).loss.detach())] * 4, abs=1e-12)
+    # Each has its own part alone.
+    assert first | last == dict(model.named_parameters()).keys() and not first & last
+    assert "model.embed_tokens.weight" in first and "lm_head.weight" in last

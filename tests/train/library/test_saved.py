@@ -97,10 +97,11 @@ def test_a_chain_of_layouts_is_one_run(chained: tuple[Path, list[list[Result]]])
     assert_same(last, (losses, norms, values, gradients))
 
 
-def test_tensor_ranks_save_for_all_others(tmp_path: Path) -> None:
-    links = [("tp=2", 2), ("fsdp=2", 3), ("tp=2,micro=2", 4)]
-    results = run_ranks(2, go_on, tmp_path, links, "llama")
-    expected = plain(Case("llama", "", clip=0.5, scheduled=True), 4)
+@pytest.mark.parametrize("kind, axis", [("llama", "tp"), ("qwen3", "pp")])
+def test_tensor_ranks_and_stages_save_for_all_others(tmp_path: Path, kind: str, axis: str) -> None:
+    links = [(f"{axis}=2", 2), ("fsdp=2", 3), (f"{axis}=2,micro=2", 4)]
+    results = run_ranks(2, go_on, tmp_path, links, kind)
+    expected = plain(Case(kind, "", clip=0.5, scheduled=True), 4)
     for one in results:
         assert [loss for link in one for loss in link.losses] == pytest.approx(expected[0], abs=1e-12)
     assert_same([Result(*expected[:2], one[-1].pieces) for one in results], expected)
@@ -109,7 +110,7 @@ def test_tensor_ranks_save_for_all_others(tmp_path: Path) -> None:
 def export_each(rank: int, world: int, into: Path) -> None:
     for kind, layout in (
         ("llama", "tp=2"),
-        ("qwen3", "fsdp=2,offload=optimizer"),
+        ("qwen3", "pp=2,offload=optimizer"),
         ("vision", "fsdp=2,zero=1"),
     ):
         with shoal.run(layout, dir=into / f"run-{kind}", batch=BATCH) as run:

@@ -40,6 +40,11 @@ def cut(model: Model, count: int, seq: int | None = 4096) -> list[Stage]:
     # Every stage has a layer, so the embedding is always with the first layer and the head with the last.
     costs[0] += embedding_cost(model, seq)
     costs[-1] += head_cost(model, seq)
+    return cut_costs(costs, count)
+
+
+def cut_costs(costs: list[int], count: int) -> list[Stage]:
+    """The same, of layers that cost so much each, with what comes before and after them."""
     return _numbered(_even_bounds(costs, count, _least_bottleneck(costs, count)))
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shoal.facts.config import TuneSection
@@ -24,14 +24,24 @@ from shoal.facts.problem import BadInput, first_line
 from shoal.models.random import key
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import Wrap, find_blocks
+from shoal.parallel.module_pipeline import ModuleBatch, ModuleStage
+from shoal.parallel.module_stages import absent_modules, is_within, stage_of, stage_plan
 from shoal.parallel.module_tensor import check_plan, plan_of, split_module
-from shoal.parallel.place_module import PlacedModule, place_module, take_in, tensors_of
+from shoal.parallel.place_module import (
+    PlacedModule,
+    place_module,
+    shapes_of,
+    take_in,
+    take_in_stage,
+    tensors_of,
+)
 from shoal.parallel.shards import Shard
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.library import given_optimizer
-from shoal.train.library.batches import Share, StepLoader, micro_batches, to_device
+from shoal.train.library.accepted import check_layout, check_scheduler
+from shoal.train.library.batches import Share, StepLoader, micro_batches, rows_of, to_device
 from shoal.train.library.choose import choose_layout
 from shoal.train.library.export_module import check_tokenizer, class_name, export_module
 from shoal.train.library.host_states import HostStates
@@ -151,16 +161,17 @@ class Run:
         if self._mesh is None:
             self._mesh = self._join(choose_layout(model, self.world, self.device))
         mesh = self.mesh
-        _check_layout(mesh.layout)
+        check_layout(mesh.layout)
         ways: dict[str, str] = {}
         if mesh.layout.tp > 1:
             ways = plan_of(model, plan, mesh.layout.tp)
             check_plan(model, ways, mesh.layout.tp)
+        stages = stage_plan(model, plan, mesh.layout) if mesh.layout.pp > 1 else None
         blocks = find_blocks(model, wrap)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         if optimizer is not None:
             given_optimizer.check_optimizer(optimizer, model, mesh.layout.shards > 1)
-        _check_scheduler(scheduler, optimizer)
+        check_scheduler(scheduler, optimizer)
         loader = None if data is None else self._loader(data, shuffle, collate)
         config: Any = getattr(model, "config", None)
         self._cached = getattr(config, "use_cache", False) is True
@@ -170,10 +181,20 @@ class Run:
         arrived: set[Tensor] = set()
         parts: dict[str, TensorPart] = {}
         summed: set[str] = set()
+        shapes, stage = shapes_of(model), None
+        trained = [name for name, one in model.named_parameters() if one.requires_grad]
+        if stages is not None:
+            own = stage_of(model, stages, mesh.layout, mesh.coords["pp"])
+            absent = absent_modules(stages, own)
+            stage = ModuleStage(model, stages, own, absent, self.device, self._draw)
+            take_in_stage(stage, self.device, arrived)
+            ways = {path: way for path, way in ways.items() if not is_within(path, absent)}
         if mesh.layout.tp > 1:
-            take_in(tensors_of(model), self.device, arrived)
+            take_in((one for one in tensors_of(model) if not one.is_meta), self.device, arrived)
             parts, summed = split_module(model, ways, mesh)
-        self.placed = place_module(model, mesh, blocks, self.tune, parts, arrived, summed)
+        self.placed = place_module(
+            model, mesh, blocks, shapes, trained, self.tune, parts, arrived, summed, stage
+        )
         self.optimizer, self.scheduler = optimizer, scheduler
         self.updated = {piece: piece.tensor for piece in self.placed.pieces}
         if (away := waiting(mesh.layout.offload, "optimizer")) is not None:
@@ -226,19 +247,38 @@ class Run:
         placed = self._of(model)
         if self._passes:
             raise BadInput("a step that run.backward began is not finished", "run.update() before run.step")
-        read = self._moved[1] if self._moved is not None and self._moved[0] is batch else batch
-        parts = micro_batches(to_device(with_labels(model, batch), self.device), self.layout.micro)
-        # Counted where they were read: to ask the device would be to wait for it.
-        counted = micro_batches(with_labels(model, read), self.layout.micro) if loss is None else parts
-        for number, (part, as_read) in enumerate(zip(parts, counted, strict=True)):
-            self._draw(f"micro-batch {self.mesh.data_index * len(parts) + number}")
-            if loss is None:
-                count = count_targets(model, as_read)
-                total = own_loss(placed.module, part, count)
-            else:
-                total, count = given_loss(loss, placed.module, part)
-            self.backward(total, count=count, last=number == len(parts) - 1)
+        cut = self._cut(model, batch, loss)
+        if placed.executor is not None:
+            placed.start_step()
+            placed.executor.step([self._staged(*one, loss) for one in cut], self._scale)
+            self._passes, self._closed_step = len(cut), True
+            self._sums, self._count = placed.executor.stage.totals, sum(placed.executor.stage.counts)
+            return self.update()
+        for number, part, count in cut:
+            self._draw(f"micro-batch {number}")
+            total, count = self._loss(placed.module, part, count, loss)
+            self.backward(total, count=count, last=number == cut[-1][0])
         return self.update()
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> float:
+        """The mean loss over all targets of a batch, on all ranks; ``loss`` as in ``step``. Nothing is trained.
+
+        Dropout is on where the model is in training mode: ``model.eval()`` before, ``model.train()`` after.
+        """
+        placed = self._of(model)
+        if self._passes:
+            raise BadInput("run.evaluate in the middle of a step", "run.update() first")
+        cut = self._cut(model, batch, loss)
+        if placed.executor is not None:
+            placed.executor.evaluate([self._staged(*one, loss) for one in cut])
+            found = list(zip(placed.executor.stage.totals, placed.executor.stage.counts, strict=True))
+        else:
+            found = [self._loss(placed.module, part, count, loss) for _, part, count in cut]
+        placed.after_update()
+        mine = [sum(float(total) for total, _ in found), float(sum(count for _, count in found))]
+        total, count = self.mesh.hosts.sum_floats(mine if self._has_loss else [0.0, 0.0])
+        return total / count if count else math.nan
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None, *, last: bool = False) -> None:
         """The gradients of one micro-batch, on top of those before it.
@@ -248,6 +288,11 @@ class Run:
         gradients can travel while the rest is computed.
         """
         placed = self._placed()
+        if placed.executor is not None:
+            raise BadInput(
+                "run.backward: the stages of a pipeline make their passes in an order of their own",
+                "run.step(model, batch, loss=fn), where fn(model, batch) calls the model and returns (sum, count)",
+            )
         if self._closed_step:
             raise BadInput("run.backward after the one that was said to be the last", "leave out last=True")
         if not self._passes:
@@ -338,16 +383,15 @@ class Run:
 
     def _agree(self, placed: PlacedModule) -> tuple[int, list[int]]:
         """The step's number of targets on all ranks, and on how many of these each parameter has a gradient."""
-        mesh, reached = self.mesh, placed.reached()
-        mine = self._count if mesh.first_of_replica else 0
-        missing = len(reached) - sum(reached)
+        mesh, (reached, missing) = self.mesh, placed.reached()
+        mine = self._count if self._has_loss else 0
         counted, passes, missed = mesh.hosts.sum_integers([mine, self._passes, missing])
         if passes != self._passes * mesh.world:
             raise BadInput(
                 f"ranks differ in their micro-batches: {self._passes} here, {passes} on {mesh.world} ranks",
                 "as many rows on every rank: run.prepare(…, dataset) shares them out",
             )
-        return max(1, counted), mesh.hosts.sum_integers(reached) if missed else reached
+        return max(1, counted), mesh.hosts.sum_integers(reached) if missed else [1] * len(reached)
 
     def _measure(self, placed: PlacedModule, counted: int) -> tuple[Tensor, Tensor]:
         """The step's mean loss and the norm of its gradients, on the device."""
@@ -358,13 +402,41 @@ class Run:
             # Of equal gradients one counts, but each has to be finite.
             others = squared_norm([piece for piece in have if not piece.counted], self.device)
             squares = torch.where(torch.isfinite(others), squares, math.nan)
-            mine = torch.stack(self._sums).sum() if mesh.first_of_replica else torch.zeros_like(squares)
+            mine = torch.stack(self._sums).sum() if self._has_loss else torch.zeros_like(squares)
             both = torch.stack([mine.to(self.device), squares])
             if mesh.everyone is not None:
                 dist.all_reduce(both, group=mesh.everyone)
             return both[0] / counted, both[1].sqrt() * (self._scale / counted)
 
     # Within.
+
+    @property
+    def _has_loss(self) -> bool:
+        """Whether this is the rank of its replica that adds up losses: a pipeline's end has them."""
+        if self.placed is None or self.placed.executor is None:
+            return self.mesh.first_of_replica
+        return self.placed.executor.stage.stage.last and self.mesh.coords["tp"] == 0
+
+    def _cut(self, model: nn.Module, batch: Any, loss: Loss | None) -> list[tuple[int, Any, int]]:
+        """A batch as micro-batches: number among those of all ranks, rows, targets of the model's own loss."""
+        read = self._moved[1] if self._moved is not None and self._moved[0] is batch else batch
+        micro = self.layout.micro
+        if self.layout.pp > 1:
+            micro = self.layout.micro_batch(rows_of(batch) * self.layout.data_ranks)
+        parts = micro_batches(to_device(with_labels(model, batch), self.device), micro)
+        # Counted where they were read: to ask the device would be to wait for it.
+        counted = micro_batches(with_labels(model, read), micro) if loss is None else parts
+        first = self.mesh.data_index * len(parts)
+        counts = [count_targets(model, one) if loss is None else 0 for one in counted]
+        return [(first + n, part, count) for n, (part, count) in enumerate(zip(parts, counts, strict=True))]
+
+    def _loss(self, module: nn.Module, part: Any, count: int, loss: Loss | None) -> tuple[Tensor, int]:
+        if loss is None:
+            return own_loss(module, part, count), count
+        return given_loss(loss, module, part)
+
+    def _staged(self, number: int, part: Any, count: int, loss: Loss | None) -> ModuleBatch:
+        return ModuleBatch(part, number, lambda module, rows: self._loss(module, rows, count, loss))
 
     def _join(self, layout: Layout) -> Mesh:
         ranks = self._ranks
@@ -427,41 +499,3 @@ def _unused(parent: Path) -> Path:
     while (found := parent / f"run-{number}").exists():
         number += 1
     return found
-
-
-def _check_layout(layout: Layout) -> None:
-    for axis, why in (
-        ("cp", "a module's attention is its own"),
-        ("pp", "a module's forward pass is its own"),
-        ("ep", "a module's experts are its own"),
-    ):
-        if getattr(layout, axis) > 1:
-            raise BadInput(
-                f"layout {axis}={getattr(layout, axis)}: {why}",
-                f"{axis}=1 here; shoal train has it for the architectures that Shoal builds",
-            )
-    for part in layout.offload:
-        if part.what != "optimizer":
-            raise BadInput(
-                f"offload={part.what} needs a network that Shoal built",
-                "offload=optimizer, zero=3 or recompute=full here; shoal train has it",
-            )
-        if part.nvme:
-            raise BadInput(
-                "offload=optimizer@nvme: the states of a script's own optimizer are in memory",
-                "offload=optimizer: the host's memory",
-            )
-
-
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    if scheduler is None:
-        return
-    if isinstance(scheduler, torch.amp.GradScaler):
-        given_optimizer.check_optimizer(scheduler, nn.Module(), False)
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise BadInput(
-            f"{type(scheduler).__name__} is not a function of the step, so a resume could not repeat it",
-            "one of torch's other schedulers, or set optimizer.param_groups[i]['lr'] in the loop",
-        )
-    if scheduler.optimizer is not optimizer:
-        raise BadInput("the scheduler is another optimizer's", "prepare both together")
