@@ -113,7 +113,9 @@ def test_layouts_of_many_axes_are_legal_and_part_of_the_full_set() -> None:
     assert model.latent is not None and model.experts is not None and model.experts.shared
     layouts = [Layout.parse(text) for text in coverage.MANY_AXES]
     assert len(set(layouts)) == len(layouts) == 18
-    assert {*coverage.EXPERTS, *coverage.MANY_AXES} == set(prepare.SETS["experts"]) <= set(prepare.SETS["full"])
+    assert (
+        {*coverage.EXPERTS, *coverage.MANY_AXES} == set(prepare.SETS["experts"]) <= set(prepare.SETS["full"])
+    )
     for layout in layouts:
         assert not list(broken(Case.of(layout, model, recipe, None, False))), layout
     axes = [sum(getattr(one, key) > 1 for key in ("dp", "fsdp", "tp", "cp", "pp", "ep")) for one in layouts]
