@@ -21,7 +21,7 @@ class GaveUp(Exception):
 
 
 class Interrupted(Exception):
-    """Asked to stop while no workers were running."""
+    """Stopped while no workers were running: the user asked for it, or, as its text says, nodes are missing."""
 
 
 class Restarts:

@@ -287,7 +287,8 @@ class Supervisor:
             return self._report(FAILED, f"stopped at once; {self._last_commit()}")
         outcomes = [] if self.result is None else list(self.result.return_values.values())
         if isinstance(self.error, Interrupted):
-            return self._report(STOPPED, f"stopped; {self._last_commit()}; run the same command to continue")
+            why = f"{self.error}; " if str(self.error) else "stopped; "
+            return self._report(STOPPED, f"{why}{self._last_commit()}; run the same command to continue")
         if isinstance(self.error, GaveUp):
             log = self.run.log(self.error.failure.rank)
             return self._report(FAILED, f"{self.error}\n  its log: {log}")

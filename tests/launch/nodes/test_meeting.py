@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -217,6 +218,21 @@ def test_a_stop_is_not_forgotten_where_the_leader_is_lost(
     with run.held():  # somebody else leads
         report = nodes_train.train(job, run, NodeCount(2, 2), False, Console(quiet=True))
     assert report.code == STOPPED and followed == [1]
+
+
+def test_nodes_that_do_not_come_stop_the_run_and_do_not_fail_it(
+    settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever places nodes may have one in an hour: it starts again what exits with 75."""
+    leader = importlib.import_module("shoal.launch.nodes.leader")
+    monkeypatch.setattr(leader, "JOIN_SECONDS", 0.5)
+    config = load(None, settings(cluster__on="2x1xcpu", cluster__interface="lo"), "dp=2").config
+    report = nodes_train.train(
+        resolve(config, None, 2), RunDirectory(tmp_path / "run", "a"), NodeCount(2, 2), False, Console(quiet=True)
+    )
+    assert report.code == STOPPED
+    assert report.message.startswith("2 nodes did not join within 0 s; joined: a; nothing has been committed")
+    assert "run the same command" in report.message
 
 
 def test_a_stop_while_an_attempt_is_being_made_reaches_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.facts.problem import BadInput
 from shoal.facts.redact import printable
 from shoal.launch.jobs.state import JobState
 
@@ -44,7 +45,13 @@ def follow(
             return found
         sleep(LOOK_SECONDS)
         if time.monotonic() - asked >= ASK_SECONDS:
-            asked, found = time.monotonic(), status()
+            asked = time.monotonic()
+            try:
+                found = status()
+            except BadInput as error:  # a controller that restarts, a network that is down: the job knows nothing of it
+                if told != (silent := error.problems[0].what):
+                    told = silent
+                    say(f"[{silent}; asking again]")
 
 
 def _say_more(path: Path | None, place: int, say: Callable[[str], None]) -> int:

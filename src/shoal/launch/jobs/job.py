@@ -54,7 +54,7 @@ class LaunchJob(BaseModel):
     nodes: str = "1"  # as ``--nodes`` has it: 2, or 1:2
     devices: int = Field(1, ge=1)  # ranks on each node
     device: str = "cpu"
-    whole_nodes: bool = False  # all devices of each node: then the rest of the node is ours too
+    whole_nodes: bool = False  # all devices of each node, and no number of cores: then the rest of it is ours too
     # Whose command trains; in a container, its own.
     program: tuple[str, ...] = (sys.executable, "-m", "shoal")
     working_directory: Path = Path()
@@ -149,7 +149,9 @@ def compose(
         nodes=nodes,
         devices=devices,
         device=job.cluster.device.name,
-        whole_nodes=job.cluster.device.name != "cpu" and devices == job.cluster.devices_per_node,
+        whole_nodes=job.cluster.device.name != "cpu"
+        and devices == job.cluster.devices_per_node
+        and flags.get("cpus") is None,
         working_directory=Path.cwd(),
         interface=config.cluster.interface,
         time_limit=seconds_of(limit) if limit else None,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
 
+from shoal.facts.config import Config
+from shoal.facts.input.untrusted_files import parse_toml
 from shoal.facts.problem import BadInput, closest
 from shoal.launch.jobs import state
 from shoal.launch.jobs.follow import last_lines
@@ -14,16 +17,23 @@ from shoal.launch.jobs.record import JobRecord
 from shoal.launch.jobs.state import JobState
 from shoal.launch.jobs.targets import ask, last_words
 from shoal.launch.report import STOPPED
+from shoal.launch.track.tracking import END_SECONDS, trackers_of
 
-SCRIPT, LOG = "job.sbatch", "slurm.log"
+SCRIPT, LOG, FRUITLESS_FILE = "job.sbatch", "slurm.log", "fruitless"
 MISSING = "run it where Slurm's commands are; --dry-run shows the job anywhere"
 # For how long launchers may go on where one has ended without a word: they wait for it in vain.
 LEFT_SECONDS = 60
+# How often in a row a job goes back into the queue without a step more: what ends it each time would end it again.
+FRUITLESS = 10
 # How Slurm says that a node could not open the file of a job's output.
 NO_LOG = "0:53"
 # The directory is shared, so launchers meet there, and any of them may lead. What srun says of tasks, and a user's
 # shell of a place to meet, would have them meet elsewhere.
 LEFT_OUT = "SLURM_PROCID MASTER_ADDR MASTER_PORT"
+# What Slurm tells the processes of a job, and what of it is about Slurm itself.
+OF_A_JOB, KEPT = ("SLURM_", "SLURMD_"), ("SLURM_CONF", "SLURM_CLUSTERS")
+# How it says that it has forgotten a job. Whatever else it says, it is not that.
+FORGOTTEN = "Invalid job id"
 # Slurm's words for what a job is. One that is completing still has processes.
 STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"), state.PENDING),
@@ -43,6 +53,7 @@ def script(job: LaunchJob) -> str:
     lines = [f"#SBATCH {shlex.quote(line)}" for line in _directives(job)]
     train = shlex.join(job.train(f"{folder}/{CONFIG}", run))
     step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", *_each_node(job)]
+    heartbeat = shlex.quote(f"{run}/heartbeat")
     return f"""#!/bin/bash
 {chr(10).join(lines)}
 # Written by shoal launch. One launcher per node; each starts the ranks of its node.
@@ -78,7 +89,14 @@ done
 # {STOPPED}: stopped after a commit. Above 128: a launcher was lost to a signal. Anything else would end the same again.
 # A job that is cancelled meanwhile is no longer running, and is not to come back.
 if [ "$code" -eq {STOPPED} ] || [ "$code" -gt 128 ]; then
-    if [ "$(cat "$folder/{CANCELLED}" 2> /dev/null)" != "$SLURM_JOB_ID" ] \\
+    # Whatever kills launchers before they have done a step more would do it a thousand times.
+    step=$(cat {heartbeat} 2> /dev/null || echo 0)
+    read -r of before times 2> /dev/null < "$folder/{FRUITLESS_FILE}" || of=
+    [ "$of" = "$SLURM_JOB_ID" ] && [ "$before" = "$step" ] && times=$((times + 1)) || times=0
+    echo "$SLURM_JOB_ID $step $times" > "$folder/{FRUITLESS_FILE}"
+    if [ "$times" -ge {FRUITLESS} ]; then
+        echo "exit $code: not back into the queue: {FRUITLESS} restarts in a row without a step beyond $step"
+    elif [ "$(cat "$folder/{CANCELLED}" 2> /dev/null)" != "$SLURM_JOB_ID" ] \\
             && [ "$restarts" -lt {job.restarts} ] \\
             && [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
         echo "exit $code: back into the queue, restart $((restarts + 1))"
@@ -109,6 +127,15 @@ def _directives(job: LaunchJob) -> list[str]:
     return found
 
 
+def _config(job: LaunchJob) -> Config:
+    return Config.model_validate(parse_toml(job.config))
+
+
+def _patience(job: LaunchJob) -> int:
+    """The leader may be alone at the end: it gives trackers the last steps when the others have ended."""
+    return LEFT_SECONDS + (int(END_SECONDS) if trackers_of(_config(job).track) else 0)
+
+
 def _cpus(job: LaunchJob) -> int | None:
     """Of a node: on CPUs one for each rank; where nodes are ours as a whole, all of them."""
     return job.cpus or (None if job.on_gpus else job.devices)
@@ -117,7 +144,7 @@ def _cpus(job: LaunchJob) -> int | None:
 def _each_node(job: LaunchJob) -> list[str]:
     found = [f"--cpus-per-task={cpus}"] if (cpus := _cpus(job)) else []
     # With fewer nodes the launchers that are left go on; else they wait for the one that is lost, in vain.
-    found += ["--no-kill", "--wait=0"] if job.count.least < job.count.most else [f"--wait={LEFT_SECONDS}"]
+    found += ["--no-kill", "--wait=0"] if job.count.least < job.count.most else [f"--wait={_patience(job)}"]
     if job.image:
         mounts = ",".join([f"{job.run}:{job.run}", *job.mounts])
         found += [f"--container-image={job.image}", f"--container-mounts={mounts}"]
@@ -133,7 +160,7 @@ def check(job: LaunchJob) -> str:
     """``sbatch --test-only``: Slurm's own opinion of the very file, and when it would start."""
     if job.image and "--container-image" not in ask(["srun", "--help"], MISSING).stdout:
         raise BadInput("--image: this Slurm has no pyxis, so no containers", "leave it out, or ask for pyxis")
-    done = ask(["sbatch", "--test-only"], MISSING, script(job))
+    done = ask(["sbatch", "--test-only"], MISSING, script(job), _environment())
     if done.returncode == 0:
         return last_words(done)
     said = last_words(done)
@@ -147,10 +174,20 @@ def check(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> str:
-    done = ask(["sbatch", "--parsable", str(job.folder / SCRIPT)], MISSING)
+    done = ask(["sbatch", "--parsable", str(job.folder / SCRIPT)], MISSING, environment=_environment())
     if done.returncode:
         raise BadInput(f"sbatch refused {job.folder / SCRIPT}: {last_words(done)}", "see sbatch's manual")
     return done.stdout.strip().partition(";")[0]
+
+
+def _environment() -> dict[str, str]:
+    """What the job is to inherit. Of a job in which this is typed, its size is none of the new one's business:
+    srun would take the one that it finds there, or refuse two that differ."""
+    mine = dict(os.environ)
+    inside = "SLURM_JOB_ID" in mine
+    return {name: word for name, word in mine.items() if not (inside and name.startswith(OF_A_JOB))} | {
+        name: mine[name] for name in KEPT if name in mine
+    }
 
 
 def by_hand(job: LaunchJob) -> str:
@@ -160,6 +197,8 @@ def by_hand(job: LaunchJob) -> str:
 def status(record: JobRecord) -> JobState:
     """From the controller, as long as it remembers the job; afterwards, from what the job wrote down."""
     done = ask(["scontrol", "--oneliner", "show", "job", record.id], MISSING)
+    if done.returncode and FORGOTTEN not in done.stderr:
+        raise BadInput(f"Slurm says nothing of job {record.id}: {last_words(done)}", "ask again")
     facts = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
     word = facts.get("JobState", "")
     code, restarts = record.exit_code, int(facts.get("Restarts", "0"))

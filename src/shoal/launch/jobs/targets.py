@@ -6,7 +6,7 @@ import importlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -52,13 +52,24 @@ def find_target(name: str) -> JobTarget:
     return cast(JobTarget, importlib.import_module(f"shoal.launch.jobs.{name}"))
 
 
-def ask(words: Sequence[str], missing: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+def ask(
+    words: Sequence[str],
+    missing: str,
+    given: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """A scheduler's own command; ``missing``: what to do where it is not installed."""
     if shutil.which(words[0]) is None:
         raise BadInput(f"{words[0]} is not on this machine", missing)
     try:
         return subprocess.run(
-            list(words), capture_output=True, text=True, errors="replace", timeout=120, input=given
+            list(words),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=120,
+            input=given,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise BadInput(

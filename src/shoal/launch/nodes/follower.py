@@ -184,7 +184,7 @@ class FollowerSupervisor(Supervisor):
             raise over
         if over.end.code == BAD_INPUT:
             raise BadInput(over.end.message)
-        if over.end.code != FAILED:
+        if over.end.code != FAILED and not over.end.uncommitted:
             self.run.forget_memory()
         return self._report(over.end.code, over.end.message)
 

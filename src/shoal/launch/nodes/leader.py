@@ -97,7 +97,8 @@ class LeaderSupervisor(Supervisor):
     def run_to_end(self) -> Report:
         try:
             report = super().run_to_end()
-            self._say_farewell(End(message=report.message, code=report.code))
+            uncommitted = isinstance(self.error, Interrupted)
+            self._say_farewell(End(message=report.message, code=report.code, uncommitted=uncommitted))
             return report
         finally:
             self.run.forget_flights()
@@ -180,8 +181,9 @@ class LeaderSupervisor(Supervisor):
             return bool(self.asked) or bool(self._trouble()) or (count >= least and not more)
 
         if not self.leader.wait(gathered, JOIN_SECONDS):
+            # Nothing is wrong with the run: whatever places nodes may have one later, and starts it again.
             who = ", ".join(one.name for one in self._ready().values())
-            raise self._over(f"{least} nodes did not join within {JOIN_SECONDS:.0f} s; joined: {who}")
+            raise Interrupted(f"{least} nodes did not join within {JOIN_SECONDS:.0f} s; joined: {who}")
         ready = self._ready()
         if len(ready) < least and not self.asked:
             raise BadInput(self._trouble(), NOT_SHARED)
@@ -264,10 +266,6 @@ class LeaderSupervisor(Supervisor):
         except GaveUp as over:
             self._say_farewell(End(message=str(over)))
             raise
-
-    def _over(self, message: str) -> GaveUp:
-        self._say_farewell(End(message=message))
-        return GaveUp(Failure(0, message, False, time.time(), final=True), "")
 
     def _watch_over(self, limits: Limits) -> None:
         local = LocalRanks(self.run, range(self.spec.local_world_size), self.agent.processes)

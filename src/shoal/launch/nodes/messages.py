@@ -61,6 +61,7 @@ class End(Document):
 
     message: str
     code: int = FAILED
+    uncommitted: bool = False  # stopped without a commit: what is in memory may be newer than what is on disk
 
 
 class Announcement(Document):

@@ -27,7 +27,7 @@ from shoal.launch import local
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.nodes.count import NodeCount, of_all_nodes
 from shoal.launch.nodes.meet import Meet, towards_others
-from shoal.launch.report import FAILED, STOPPED, Report
+from shoal.launch.report import STOPPED, Report
 from shoal.launch.shared_place import check_state_is_shared, leave_token, shares_directory
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
@@ -217,7 +217,8 @@ class _Together:
         if found is None or (found.place == self.told and found.place.connect() is None):
             self._looked_since = self._looked_since or now
             if now - self._looked_since > FIND_SECONDS:
-                return Report(FAILED, self.run.path, 0, f"no node leads at {meet}", None, None)
+                none = f"no node leads at {meet}; run the same command to continue"
+                return Report(STOPPED, self.run.path, self.run.step(), none, None, None)
             if not self.told_to_wait and now - self._looked_since > SAY_SECONDS:
                 self.told_to_wait = True
                 self.console.print(f"waiting for the node that leads at {meet}", markup=False)
