@@ -39,6 +39,8 @@ def launch(
     address: str | None = None,
     namespace: str | None = None,
     claim: str | None = None,
+    queue: str | None = None,
+    pod: Path | None = None,
     role: str | None = None,
     bucket: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -97,6 +99,10 @@ def launch(
         Kubernetes' namespace. Default default.
     claim
         The volume claim, ReadWriteMany, that holds run directories on Kubernetes. Default shared.
+    queue
+        Kueue's local queue: all pods are admitted at once, or none.
+    pod
+        A pod template (YAML, JSON) to merge into Kubernetes' pods: secrets, tolerations, a service account.
     role
         SageMaker's execution role, an ARN.
     bucket
@@ -114,7 +120,7 @@ def launch(
     flags: dict[str, Any] = {
         "time": time, "warning": warning, "restarts": restarts, "partition": partition, "account": account,
         "exclude": exclude, "cpus": cpus, "image": image, "mount": mount, "option": option, "address": address,
-        "namespace": namespace, "claim": claim, "role": role, "bucket": bucket,
+        "namespace": namespace, "claim": claim, "queue": queue, "pod": pod, "role": role, "bucket": bucket,
     }  # fmt: skip
     if dry_run and submit:
         raise BadInput("--dry-run and --submit: only one of them", "leave out the other")

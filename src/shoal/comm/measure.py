@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,16 @@ TIMES, WARM_UP = 9, 2
 
 
 def measure(
-    operations: Sequence[str], sizes: Sequence[int], device: torch.device, times: int = TIMES
+    operations: Sequence[str],
+    sizes: Sequence[int],
+    device: torch.device,
+    times: int = TIMES,
+    of_calls: Callable[[Iterable[float]], float] = statistics.median,
 ) -> list[TimedCollective]:
     """Every operation at every size, in bytes of fp32, on every rank of the default group; all ranks get the answer.
 
-    A call takes as long as the slowest rank takes, from a moment at which all were ready. The median over calls counts.
+    A call takes as long as the slowest rank takes, from a moment at which all were ready. The median over calls counts,
+    or ``of_calls``.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
@@ -38,7 +43,7 @@ def measure(
                 taken.append(time.perf_counter() - start)
             slowest = torch.tensor(taken[WARM_UP:], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds = statistics.median(slowest.tolist())
+            seconds = of_calls(slowest.tolist())
             found.append(TimedCollective(op, ranks, whole.nbytes, seconds / (2 if op == "send" else 1)))
     return found
 

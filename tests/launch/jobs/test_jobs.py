@@ -132,7 +132,7 @@ def test_the_written_config_is_the_submitted_one(capsys: Capture, tmp_path: Path
 def test_a_job_in_the_background_of_this_machine(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     values = [word for value in settings(recipe__steps=90_000) for word in ("--set", value)]
     status, logs = words_of("docs/clusters.md", "shoal status"), words_of("docs/clusters.md", "shoal logs")
-    cancel, ls = words_of("docs/clusters.md", "shoal cancel"), words_of("docs/clusters.md", "shoal ls")
+    cancel, ls = words_of("docs/clusters.md", "shoal cancel runs"), words_of("docs/clusters.md", "shoal ls")
 
     def shoal(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shoal", *words]

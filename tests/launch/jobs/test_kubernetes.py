@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.cli.command import Capture, shoal_
+from tests.docs.shown import ROOT, blocks_of
 
 from shoal.launch.jobs.kubernetes import state_of
 
@@ -33,16 +34,21 @@ WORDS = {
     "podReplacementPolicy": {"Failed", "TerminatingOrFailed"},
     "restartPolicy": {"Never", "OnFailure"},
     "action": {"Ignore", "FailJob", "Count", "FailIndex", "FailJobSet", "RestartJobSet"},
-    "operator": {"In", "NotIn"},
+    "operator": {"In", "NotIn", "Exists"},
+    "effect": {"NoSchedule", "PreferNoSchedule", "NoExecute"},
+    "fsGroupChangePolicy": {"OnRootMismatch", "Always"},
     "onJobFailureReasons": {"PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"},
     "medium": {"Memory"},
     "type": {"DisruptionTarget"},
-    "key": {"kubernetes.io/hostname"},
+    "key": {"kubernetes.io/hostname", "nvidia.com/gpu", "example.com/spot"},
     "fieldPath": {"metadata.annotations['batch.kubernetes.io/job-completion-index']"},
     "trainer.kubeflow.org/trainjob-ancestor-step": {"trainer"},
+    "kueue.x-k8s.io/queue-name": {"research"},
 }
 # Whose keys are the user's own words.
-FREE = {"labels", "requests", "limits", "data"}
+FREE = {"labels", "annotations", "requests", "limits", "data"}
+# What a cluster may want of its pods: as the page has it.
+(POD,) = [text for _, kind, text in blocks_of((ROOT / "docs/clusters.md").read_text()) if kind == "yaml"]
 
 
 @pytest.fixture
@@ -50,8 +56,10 @@ def written(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     words = ["--to", "kubernetes", "--set", "cluster.on=2x8xH100", "--set", "cluster.interface=eth0"]
     more = ["--layout", "fsdp=16", "--image", "registry/shoal:1", "--time", "4:00:00", "--dry-run", "--json"]
+    (tmp_path / "pod.yaml").write_text(POD)
+    more += ["--queue", "research", "--pod", "pod.yaml"]
     code, out, err = shoal_(capsys, "launch", *words, *more, "--exclude", "gpu-3,gpu-7")
-    assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
+    assert (code, err) == (0, "") and [path.name for path in tmp_path.iterdir()] == ["pod.yaml"]
     files: dict[str, str] = json.loads(out)["files"]
     return files
 
@@ -172,9 +180,17 @@ def test_pods_are_launchers_that_are_replaced_and_find_each_other(written: dict[
         "operator": "NotIn",
         "values": ["gpu-3", "gpu-7"],
     }
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["command"][:3] == ["shoal", "train", "/etc/shoal/config.toml"]
     assert container["command"][-4:] == ["--nodes", "2", "--node", "node-$(NODE_INDEX)"]
+    # Of the user's template: merged by name, added to lists, and nothing of ours is gone.
+    assert container["envFrom"] == [{"secretRef": {"name": "shoal-keys"}}]
+    assert [one["name"] for one in container["env"]] == ["NODE_INDEX", "XDG_CACHE_HOME", "NCCL_DEBUG"]
+    assert [one["key"] for one in pod["tolerations"]] == ["nvidia.com/gpu", "example.com/spot"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/ib": "8", "memory": "1500Gi"}
+    assert (pod["serviceAccountName"], pod["restartPolicy"]) == ("trainer", "Never")
+    assert job["template"]["metadata"]["annotations"].keys() == {"kueue.x-k8s.io/podset-required-topology"}
+    for file in ("jobset.json", "trainjob.json"):
+        assert json.loads(written[file])["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     # What is mounted has a volume, and the config is the one that was written.
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     config = json.loads(written["configmap.json"])
@@ -183,15 +199,17 @@ def test_pods_are_launchers_that_are_replaced_and_find_each_other(written: dict[
     train = json.loads(written["trainjob.json"])["spec"]
     assert train["runtimeRef"]["name"] == json.loads(written["runtime.json"])["metadata"]["name"]
     assert train["trainer"]["command"] == container["command"]
+    assert train["trainer"]["resourcesPerNode"] == container["resources"]
     assert written["Dockerfile"].count("FROM ") == 1
+    assert f"--uid {pod['securityContext']['fsGroup']} shoal" in written["Dockerfile"]
 
 
 def test_conditions_are_states() -> None:
     done = {"type": "Completed", "status": "True", "message": "jobset completed successfully"}
-    assert state_of({"conditions": [done], "restarts": 2}, False).state == "finished"
-    assert state_of({"conditions": [{"type": "Failed", "status": "True"}]}, False).state == "failed"
-    assert state_of({"conditions": [{"type": "Failed", "status": "False"}]}, False).state == "pending"
-    assert state_of({"replicatedJobsStatus": [{"name": "node", "ready": 1}]}, False).state == "running"
+    assert state_of({"conditions": [done], "restarts": 2}).state == "finished"
+    assert state_of({"conditions": [{"type": "Failed", "status": "True"}]}).state == "failed"
+    assert state_of({"conditions": [{"type": "Failed", "status": "False"}]}).state == "pending"
+    assert state_of({"replicatedJobsStatus": [{"name": "node", "ready": 1}]}).state == "running"
 
 
 def test_without_kubectl_or_an_image_there_is_one_line(

@@ -70,6 +70,8 @@ def test_every_instance_is_a_launcher(written: dict[str, str]) -> None:
     program = written["train.sh"]
     subprocess.run(["bash", "-n"], input=program, text=True, check=True)
     assert '--nodes 2 --node "$host" --meet algo-1:' in program and "cluster.backend=smddp" in program
+    # All instances put theirs into the same folder of the bucket.
+    assert "run=/opt/ml/checkpoints/$host/my-run" in program and '--run "$run"' in program
     config = tomllib.loads(written["config.toml"])
     assert config["checkpoint"]["to"] == "s3://mine/runs/checkpoints" and config["layout"] == "fsdp=16"
     compile(written["sagemaker_job.py"], "sagemaker_job.py", "exec")

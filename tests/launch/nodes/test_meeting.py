@@ -228,7 +228,11 @@ def test_nodes_that_do_not_come_stop_the_run_and_do_not_fail_it(
     monkeypatch.setattr(leader, "JOIN_SECONDS", 0.5)
     config = load(None, settings(cluster__on="2x1xcpu", cluster__interface="lo"), "dp=2").config
     report = nodes_train.train(
-        resolve(config, None, 2), RunDirectory(tmp_path / "run", "a"), NodeCount(2, 2), False, Console(quiet=True)
+        resolve(config, None, 2),
+        RunDirectory(tmp_path / "run", "a"),
+        NodeCount(2, 2),
+        False,
+        Console(quiet=True),
     )
     assert report.code == STOPPED
     assert report.message.startswith("2 nodes did not join within 0 s; joined: a; nothing has been committed")

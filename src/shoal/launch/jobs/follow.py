@@ -48,7 +48,9 @@ def follow(
             asked = time.monotonic()
             try:
                 found = status()
-            except BadInput as error:  # a controller that restarts, a network that is down: the job knows nothing of it
+            except (
+                BadInput
+            ) as error:  # a controller that restarts, a network that is down: the job knows nothing of it
                 if told != (silent := error.problems[0].what):
                     told = silent
                     say(f"[{silent}; asking again]")

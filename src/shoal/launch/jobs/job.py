@@ -14,6 +14,7 @@ from shoal.facts.config.file import Loaded
 from shoal.facts.config.paths import with_absolute_paths
 from shoal.facts.problem import BadInput, Problem
 from shoal.launch.nodes.count import NodeCount
+from shoal.plan.importers.sources import read_table
 from shoal.plan.resolve import Job, resolve
 from shoal.train.run_directory import JOB
 
@@ -34,6 +35,8 @@ ONLY_FOR = {
     "address": ("ray",),
     "namespace": ("kubernetes",),
     "claim": ("kubernetes",),
+    "queue": ("kubernetes",),
+    "pod": ("kubernetes",),
     "role": ("sagemaker",),
     "bucket": ("sagemaker",),
 }
@@ -54,7 +57,9 @@ class LaunchJob(BaseModel):
     nodes: str = "1"  # as ``--nodes`` has it: 2, or 1:2
     devices: int = Field(1, ge=1)  # ranks on each node
     device: str = "cpu"
-    whole_nodes: bool = False  # all devices of each node, and no number of cores: then the rest of it is ours too
+    whole_nodes: bool = (
+        False  # all devices of each node, and no number of cores: then the rest of it is ours too
+    )
     # Whose command trains; in a container, its own.
     program: tuple[str, ...] = (sys.executable, "-m", "shoal")
     working_directory: Path = Path()
@@ -72,6 +77,8 @@ class LaunchJob(BaseModel):
     address: str | None = None
     namespace: str = "default"
     claim: str = "shared"
+    queue: str | None = None  # of Kueue's
+    pod: dict[str, Any] | None = None  # a template that is merged into that of our pods
     role: str | None = None
     bucket: str | None = None
 
@@ -157,6 +164,7 @@ def compose(
         time_limit=seconds_of(limit) if limit else None,
         mounts=tuple(flags.get("mount") or ()),
         options=tuple(flags.get("option") or ()),
+        pod=read_table(flags["pod"]) if flags.get("pod") is not None else None,
         **{name: flags[name] for name in _PLAIN if flags.get(name) is not None},
         **container,
     )
@@ -173,7 +181,7 @@ def compose(
 
 _PLAIN = (
     *("warning", "restarts", "partition", "account", "exclude", "cpus", "image"),
-    *("address", "namespace", "claim", "role", "bucket"),
+    *("address", "namespace", "claim", "queue", "role", "bucket"),
 )
 
 

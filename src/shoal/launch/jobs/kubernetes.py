@@ -14,15 +14,14 @@ from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch.jobs import state
 from shoal.launch.jobs.job import CONFIG, LaunchJob
+from shoal.launch.jobs.pod import NODE, OWNER, node_container, pod_template
 from shoal.launch.jobs.record import JobRecord
 from shoal.launch.jobs.state import JobState
 from shoal.launch.jobs.targets import ask, last_words
 from shoal.launch.report import STOPPED
 
 MISSING = "run it where kubectl is and reaches the cluster; --dry-run shows the manifests anywhere"
-# Where pods find the claim and the config.
-SHARED, ETC = "/shared", "/etc/shoal"
-NODE = "node"
+QUEUE = "kueue.x-k8s.io/queue-name"
 KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "jobset": "jobsets.jobset.x-k8s.io"}
 
 
@@ -40,12 +39,16 @@ def write(job: LaunchJob) -> dict[str, str]:
 # Kubernetes has no Shoal of its own: what is built here is what --image names.
 DOCKERFILE = f"""# docker build --tag REGISTRY/shoal:{__version__} --file Dockerfile PATH_OF_SHOAL
 FROM python:3.11-slim
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# A compiler for torch.compile; without the libraries of InfiniBand NCCL would use TCP, and not say so.
+RUN apt-get update && apt-get install --yes --no-install-recommends \\
+    g++ ibverbs-providers libibverbs1 librdmacm1 && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/shoal
-COPY . .
-RUN pip install --no-cache-dir '.[hf,data]'
-RUN useradd --create-home shoal
-USER shoal
+# These alone: what else lies there may be secret, or large.
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install --no-cache-dir '.[hf,data,track]'
+RUN useradd --create-home --uid {OWNER} shoal
+USER {OWNER}
 ENTRYPOINT []
 CMD ["shoal", "doctor"]
 """
@@ -55,16 +58,20 @@ def config_map(job: LaunchJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(job, f"{_name(job)}-config"),
+        "metadata": _metadata(job, config_name(job)),
         "data": {CONFIG: job.config},
     }
+
+
+def config_name(job: LaunchJob) -> str:
+    return f"{_name(job)}-config"
 
 
 def job_set(job: LaunchJob) -> dict[str, Any]:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(job, _name(job)),
+        "metadata": _queued(job),
         "spec": _job_set_spec(job, _job_spec(job)),
     }
 
@@ -84,7 +91,7 @@ def runtime(job: LaunchJob) -> dict[str, Any]:
 
 
 def train_job(job: LaunchJob) -> dict[str, Any]:
-    container = _container(job)
+    container = node_container(pod_template(job, config_name(job)))
     spec: dict[str, Any] = {
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
@@ -101,7 +108,7 @@ def train_job(job: LaunchJob) -> dict[str, Any]:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(job, _name(job)),
+        "metadata": _queued(job),
         "spec": spec,
     }
 
@@ -140,7 +147,7 @@ def _job_spec(job: LaunchJob) -> dict[str, Any]:
             ]
         },
         **limit,
-        "template": {"spec": _pod(job)},
+        "template": pod_template(job, config_name(job)),
     }
 
 
@@ -148,68 +155,14 @@ def _exits(codes: list[int]) -> dict[str, Any]:
     return {"containerName": NODE, "operator": "In", "values": codes}
 
 
-def _pod(job: LaunchJob) -> dict[str, Any]:
-    return {
-        **_elsewhere(job),
-        "restartPolicy": "Never",
-        # SIGTERM has the step finished and committed; for so long.
-        "terminationGracePeriodSeconds": job.warning,
-        "automountServiceAccountToken": False,
-        "containers": [_container(job)],
-        "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
-            {"name": "config", "configMap": {"name": f"{_name(job)}-config"}},
-            # The default of 64 MiB has no room for NCCL, loaders and states in memory.
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-
-
-def _elsewhere(job: LaunchJob) -> dict[str, Any]:
-    """On no node that is excluded."""
-    names = [name for name in (job.exclude or "").split(",") if name]
-    if not names:
-        return {}
-    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": names}
-    wanted = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
-    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": wanted}}}
-
-
-def _container(job: LaunchJob) -> dict[str, Any]:
-    run = f"{SHARED}/{job.name}"
-    train = job.train(f"{ETC}/{CONFIG}", run)
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    return {
-        "name": NODE,
-        "image": job.image or f"shoal:{__version__}",
-        "command": [*train, "--node", f"{NODE}-$(NODE_INDEX)"],
-        "workingDir": SHARED,
-        "env": [
-            {"name": "NODE_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-            # Data is tokenised once for all pods.
-            {"name": "XDG_CACHE_HOME", "value": f"{SHARED}/.cache"},
-        ],
-        "resources": _resources(job),
-        "volumeMounts": [
-            {"name": "shared", "mountPath": SHARED},
-            {"name": "config", "mountPath": ETC, "readOnly": True},
-            {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108
-        ],
-        # Ready as soon as a launcher leads the run, which the others see too.
-        "readinessProbe": {"exec": {"command": ["test", "-e", f"{run}/.alive"]}, "periodSeconds": 10},
-    }
-
-
-def _resources(job: LaunchJob) -> dict[str, Any]:
-    cores = {"cpu": str(job.cpus or (1 if job.on_gpus else job.devices))}
-    if not job.on_gpus:
-        return {"requests": cores}
-    vendor = "amd.com/gpu" if job.device.startswith("MI") else "nvidia.com/gpu"
-    return {"requests": cores, "limits": {vendor: str(job.devices)}}
-
-
 def _metadata(job: LaunchJob, name: str) -> dict[str, Any]:
     return {"name": name, "namespace": job.namespace, "labels": {"app.kubernetes.io/name": "shoal"}}
+
+
+def _queued(job: LaunchJob) -> dict[str, Any]:
+    """Of what Kueue admits, all of its pods or none; without a queue Kubernetes places them one by one."""
+    found = _metadata(job, _name(job))
+    return {**found, "labels": {**found["labels"], QUEUE: job.queue}} if job.queue else found
 
 
 def _name(job: LaunchJob) -> str:
@@ -224,9 +177,14 @@ def check(job: LaunchJob) -> str:
         raise BadInput(
             "Kubernetes runs containers, and no image is named", "--image REGISTRY/shoal:TAG; see Dockerfile"
         )
-    kind = _kind(job)
-    for manifest in _manifests(job, kind):
-        done = ask(["kubectl", "apply", "--dry-run=server", "--filename", "-"], MISSING, json.dumps(manifest))
+    kind = _kind()
+    if (before := _before(job, kind)) is not None and not before.over:
+        raise BadInput(
+            f"Kubernetes has a {kind} {_name(job)} already, which is {before.state}",
+            f"another name: --set run.name=NAME; or kubectl delete {kind} {_name(job)} --namespace {job.namespace}",
+        )
+    for verb, manifest in _shown(job, kind):
+        done = ask(["kubectl", verb, "--dry-run=server", "--filename", "-"], MISSING, json.dumps(manifest))
         if done.returncode:
             raise BadInput(
                 f"Kubernetes does not take the {manifest['kind']}: {last_words(done)}", "see kubectl"
@@ -234,11 +192,24 @@ def check(job: LaunchJob) -> str:
     return f"Kubernetes takes it as a {kind}"
 
 
-def _kind(job: LaunchJob) -> str:
+def _shown(job: LaunchJob, kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """What the server judges before anything is there, and how it is asked.
+
+    A TrainJob is refused as long as its runtime does not exist: shown is the JobSet that would be made of both. That
+    has no name, as one of an earlier job may still be there, and no JobSet's template can be changed.
+    """
+    nameless = {name: value for name, value in _queued(job).items() if name != "name"}
+    of_any_name = {**job_set(job), "metadata": {**nameless, "generateName": f"{_name(job)}-"}}
+    settings = [("apply", config_map(job)), *([("apply", runtime(job))] if kind == "trainjob" else [])]
+    return [*settings, ("create", of_any_name)]
+
+
+def _kind() -> str:
+    # It fails where a single one of the cluster's own extensions does not answer, and has named the others.
     done = ask(["kubectl", "api-resources", "--output=name"], MISSING)
-    if done.returncode:
-        raise BadInput(f"kubectl does not reach a cluster: {last_words(done)}", MISSING)
     there = done.stdout.split()
+    if done.returncode and not there:
+        raise BadInput(f"kubectl does not reach a cluster: {last_words(done)}", MISSING)
     for kind, resource in KINDS.items():
         if resource in there:
             return kind
@@ -247,12 +218,26 @@ def _kind(job: LaunchJob) -> str:
     )
 
 
+def _before(job: LaunchJob, kind: str) -> JobState | None:
+    """What has become of the job that has this one's name, if there is one."""
+    words = ["kubectl", "get", kind, _name(job), "--namespace", job.namespace, "--output=json"]
+    done = ask([*words, "--ignore-not-found"], MISSING)
+    if done.returncode:
+        raise BadInput(f"kubectl get {kind}: {last_words(done)}", "see kubectl")
+    return state_of(json.loads(done.stdout).get("status", {})) if done.stdout.strip() else None
+
+
 def _manifests(job: LaunchJob, kind: str) -> list[dict[str, Any]]:
     return [config_map(job), *([runtime(job), train_job(job)] if kind == "trainjob" else [job_set(job)])]
 
 
 def submit(job: LaunchJob) -> str:
-    kind = _kind(job)
+    kind = _kind()
+    if _before(job, kind) is not None:
+        # It is over: applied again it would stay over.
+        words = ["kubectl", "delete", kind, _name(job), "--namespace", job.namespace, "--timeout=100s"]
+        if (done := ask(words, MISSING)).returncode:
+            raise BadInput(f"kubectl delete of the {kind} before: {last_words(done)}", "see kubectl")
     for manifest in _manifests(job, kind):
         done = ask(["kubectl", "apply", "--filename", "-"], MISSING, json.dumps(manifest))
         if done.returncode:
@@ -269,12 +254,14 @@ def by_hand(job: LaunchJob) -> str:
 
 def status(record: JobRecord) -> JobState:
     done = ask(["kubectl", "get", record.id, *_place(record), "--output=json"], MISSING)
+    if done.returncode and "NotFound" in done.stderr:
+        return JobState(state.CANCELLED if record.asked_to_end else state.UNKNOWN, last_words(done))
     if done.returncode:
-        return JobState(state.UNKNOWN, last_words(done))
-    return state_of(json.loads(done.stdout).get("status", {}), record.asked_to_end)
+        raise BadInput(f"kubectl says nothing of {record.id}: {last_words(done)}", "ask again")
+    return state_of(json.loads(done.stdout).get("status", {}))
 
 
-def state_of(told: dict[str, Any], asked: bool) -> JobState:
+def state_of(told: dict[str, Any]) -> JobState:
     """From the conditions of a JobSet or a TrainJob."""
     restarts = int(told.get("restarts", 0))
     true = [one for one in told.get("conditions", ()) if one.get("status") == "True"]

@@ -88,7 +88,7 @@ def config_there(job: LaunchJob) -> str:
 def program(job: LaunchJob) -> str:
     """What each instance runs, in a container that has Shoal."""
     meet = f" --meet algo-1:{PORT}" if job.count.most > 1 else ""
-    train = shlex.join(["shoal", "train", "--run", f"{CHECKPOINTS}/{job.name}", "--nodes", job.nodes])
+    train = shlex.join(["shoal", "train", "--nodes", job.nodes])
     return f"""#!/bin/bash
 # Written by shoal launch. One launcher per instance; each starts the ranks of its instance.
 here=$(dirname "$0")
@@ -96,7 +96,9 @@ host=$(python -c 'import json; print(json.load(open("/opt/ml/input/config/resour
 # SageMaker's own collectives, where the container has them.
 backend=()
 python -c 'import smdistributed.dataparallel.torch.torch_smddp' 2> /dev/null && backend=(--set cluster.backend=smddp)
-exec {train} --node "$host"{meet} "${{backend[@]}}" "$here/{CONFIG}"
+# A folder for each instance: all of them go to the same place in the bucket.
+run={CHECKPOINTS}/$host/{shlex.quote(job.name)}
+exec {train} --node "$host"{meet} --run "$run" "${{backend[@]}}" "$here/{CONFIG}"
 """
 
 
