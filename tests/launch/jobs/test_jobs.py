@@ -159,3 +159,37 @@ def test_a_job_in_the_background_of_this_machine(settings: Callable[..., list[st
     assert shoal(*cancel[1:]).returncode == 2
     assert "stopped after step" in shoal(*logs[1:]).stdout
     assert f"{found['step']}/90000" in shoal(*ls[1:]).stdout
+
+
+def test_a_job_that_never_gets_a_step_further_is_not_put_back_for_ever(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch file's own shell, where every launcher is killed as one that has no memory left."""
+    assert shoal_(capsys, "launch", "--to", "slurm", *TWO_NODES, "--run", "run")[0] == 0
+    (tmp_path / "bin").mkdir()
+    words = {
+        "srun": 'case "$*" in *train*) exit 137;; esac',
+        "squeue": "echo RUNNING",
+        "scontrol": 'echo "$@"',
+    }
+    for name, text in words.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def started(restart: int) -> str:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        done = subprocess.run(["bash", "run/job/job.sbatch"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (137, "")
+        return done.stdout
+
+    ended = Path("run/job/exit")
+    for restart in range(8):
+        assert "requeue 7" in started(restart)
+    # A step more, and it counts anew.
+    Path("run/heartbeat").write_text("12\n")
+    for restart in range(8, 18):
+        assert "requeue 7" in started(restart) and not ended.exists()
+    assert "10 restarts in a row without a step beyond 12" in started(18)
+    assert ended.read_text() == "7 137\n"
