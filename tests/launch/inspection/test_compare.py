@@ -166,3 +166,24 @@ def test_every_node_has_partners_and_no_pair_comes_twice(count: int) -> None:
     for node in range(10, 10 + count):
         mine = [other for other in partners(found, node) if other is not None]
         assert min(count - 1, 2) <= len(mine) <= 3 and len(set(mine)) == len(mine)
+
+
+def test_a_busy_node_is_named_and_its_cpus_are_not_taken_for_a_slow_link() -> None:
+    assert compared(four(n2={"load": 90.0}))["load"].status == "ok"
+    heard = four(n2={"load": 300.0})
+    heard.links[2] = [figures(pairs={str(other): 20 * GB for other in (0, 1, 3)}) for _ in range(8)]
+    found = compared(heard)
+    assert found["load"].detail == "300 on 96 cores of n2 over the last minute"
+    assert (found["load"].status, found["load"].nodes) == ("warning", ("n2",))
+    # What GPUs send does not wait for cores.
+    assert found["links between nodes"].status == "failed"
+    on_cpus = {node: replace(one, devices=0) for node, one in heard.reports.items()}
+    found = compared(replace(heard, reports=on_cpus))
+    assert (found["links between nodes"].status, found["links between nodes"].nodes) == ("warning", ("n2",))
+    assert outliers([*found.values()], 4) == []
+    # A load of three times its cores does not explain a link that is ten times slower.
+    heard.links[2] = [figures(pairs={str(other): 4 * GB for other in (0, 1, 3)}) for _ in range(8)]
+    assert compared(replace(heard, reports=on_cpus))["links between nodes"].status == "failed"
+    heard.links[2] = [figures(pairs={str(other): 20 * GB for other in (0, 1, 3)}) for _ in range(8)]
+    rested = {node: replace(one, load=1.0) for node, one in on_cpus.items()}
+    assert compared(replace(heard, reports=rested))["links between nodes"].status == "failed"

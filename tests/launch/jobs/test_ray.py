@@ -18,7 +18,7 @@ from shoal.train.files import read_rows
 from shoal.train.run_directory import RunDirectory
 
 pytestmark = pytest.mark.system
-SECONDS = 300.0
+SECONDS = 900.0
 NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
 OPTIONS: dict[str, Any] = {"recipe__schedule": "constant", "checkpoint__every": 100_000, "run__strict": True}
 

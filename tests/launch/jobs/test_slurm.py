@@ -21,7 +21,7 @@ from shoal.train.run_directory import RunDirectory
 
 pytestmark = pytest.mark.system
 # On a busy machine the start of a launcher alone may take a minute.
-SECONDS = 300.0
+SECONDS = 900.0
 OPTIONS: dict[str, Any] = {"recipe__schedule": "constant", "checkpoint__every": 100_000, "run__strict": True}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import socket
@@ -34,6 +35,7 @@ class NodeReport:
     versions: dict[str, str]
     limits: dict[str, int]
     checks: list[dict[str, str]] = field(default_factory=list)  # what is not well there by itself
+    load: float = 0.0  # processes that run or would like to, over the last minute
 
 
 def report(name: str, address: str, port: int, run: Path, visible: str | None) -> tuple[NodeReport, Cluster]:
@@ -54,6 +56,7 @@ def report(name: str, address: str, port: int, run: Path, visible: str | None) -
         versions=_versions(answers),
         limits=_limits(),
         checks=[asdict(check) for check in checks if check.status != "ok"],
+        load=round(os.getloadavg()[0], 1),
     )
     return found, here
 
