@@ -33,7 +33,7 @@ from shoal.cli.main import app, main
 ELSEWHERE = {
     ("docs/clusters.md", "shoal status"): "tests/launch/jobs/test_jobs.py",
     ("docs/clusters.md", "shoal logs"): "tests/launch/jobs/test_jobs.py",
-    ("docs/clusters.md", "shoal cancel"): "tests/launch/jobs/test_jobs.py",
+    ("docs/clusters.md", "shoal cancel runs"): "tests/launch/jobs/test_jobs.py",
     ("docs/clusters.md", "shoal ls"): "tests/launch/jobs/test_jobs.py",
     ("docs/clusters.md", "srun -N4"): "tests/launch/jobs/test_slurm.py",
     ("docs/launchers.md", "srun --ntasks-per-node=8"): "tests/launch/jobs/test_slurm.py",

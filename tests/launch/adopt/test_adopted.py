@@ -47,6 +47,7 @@ def test_torchrun_restarts_a_lost_rank_and_the_curve_continues(
     run = tmp_path / "run"
     typed = put(words_of("docs/launchers.md", "torchrun"), nproc_per_node=2, layout="fsdp=2", run=run)
     typed[typed.index("run.toml")] = str(tmp_path / "run.toml")
+    typed.insert(typed.index("-m") + 1, "--")  # as the page says where --run is given
     (tmp_path / "run.toml").touch()
     agent = ["torch.distributed.run", "--standalone", "--max-restarts", "2"]
     world = start([*agent, *typed[1:], *values], "torchrun")
