@@ -15,7 +15,7 @@ from typing import Any
 from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, send
 
-SECONDS = 150.0
+SECONDS = 300.0
 
 
 def free_port() -> int:

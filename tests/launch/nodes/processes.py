@@ -18,7 +18,8 @@ from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, send
 from shoal.train.run_directory import RunDirectory
 
-SECONDS = 90.0
+# On a busy machine the start of a launcher alone may take minutes.
+SECONDS = 300.0
 
 
 class Node:
