@@ -44,16 +44,16 @@ class SlurmRun:
         self.slurm, self.run = slurm, RunDirectory(path)
         self.values = [word for value in values for word in ("--set", value)]
 
-    def shoal(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def shoal(self, *words: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         done: subprocess.CompletedProcess[str] = self.slurm.run(
-            sys.executable, "-m", "shoal", *words, check=False, timeout=SECONDS
+            sys.executable, "-m", "shoal", *words, check=False, timeout=SECONDS, env=env
         )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def launch(self, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def launch(self, *more: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         words = ["launch", "--to", "slurm", "--run", str(self.run.path), "--layout", "dp=2,fsdp=2"]
-        return self.shoal(*words, *self.values, *more, check=check)
+        return self.shoal(*words, *self.values, *more, check=check, **env)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.shoal("status", str(self.run.path), "--json").stdout)
@@ -287,7 +287,9 @@ def test_srun_starts_every_rank_or_a_launcher_on_every_node(
 
 def test_a_job_is_followed_to_its_end_and_listed(on_slurm: Callable[..., SlurmRun], tmp_path: Path) -> None:
     job = on_slurm(tmp_path / "a name's spaces", recipe__steps=6)
-    done = job.launch("--submit", "--json")
+    # Typed within another job, of which srun would take the memory of a core, and refuse that of a node.
+    within = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "10", "SLURM_NNODES": "3", "SLURM_NTASKS": "3"}
+    done = job.launch("--submit", "--json", "--option=--mem=1000", **within)
     told = json.loads(done.stdout)
     assert (told["state"], told["exit_code"], told["submitted"]) == ("finished", 0, True)
     assert "finished 6 steps" in done.stderr and job.run.step() == 6
