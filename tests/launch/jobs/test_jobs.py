@@ -76,6 +76,7 @@ def test_containers_and_fewer_nodes_are_said_to_srun(capsys: Capture) -> None:
             "--help",
         ),
         (["--to", "local", "--restarts", "0"], "--restarts says nothing to local", "--to slurm or ray"),
+        (["--to", "kubernetes", *TWO_NODES, "--pod", "no.yaml"], "--pod: there is no file", "YAML"),
         (["--to", "local", "--partition", "gpu"], "--partition says nothing to local", "--to slurm"),
     ],
 )

@@ -164,7 +164,7 @@ def compose(
         time_limit=seconds_of(limit) if limit else None,
         mounts=tuple(flags.get("mount") or ()),
         options=tuple(flags.get("option") or ()),
-        pod=read_table(flags["pod"]) if flags.get("pod") is not None else None,
+        pod=_template(flags["pod"]) if flags.get("pod") is not None else None,
         **{name: flags[name] for name in _PLAIN if flags.get(name) is not None},
         **container,
     )
@@ -177,6 +177,13 @@ def compose(
                 for one in error.errors()
             ]
         ) from None
+
+
+def _template(path: Path) -> dict[str, Any]:
+    try:
+        return read_table(path)
+    except BadInput as error:
+        raise BadInput(f"--pod: {error.problems[0].what}", "a pod template: YAML, or JSON") from None
 
 
 _PLAIN = (
