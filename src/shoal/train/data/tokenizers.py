@@ -103,10 +103,8 @@ class FileTokenizer:
             raise BadInput(f"{str(path)!r} has an empty vocabulary", OTHER)
         self.vocab = max(vocabulary.values()) + 1
         self.end = _find_end(path, vocabulary, end_token)
-        specials = (
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
-        )
-        self._specials = tuple(specials)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._specials = {token.content: id for id, token in added if token.special}
         self.fingerprint = blake3(content + self.end.to_bytes(8, "little")).hexdigest()
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
@@ -122,7 +120,13 @@ class FileTokenizer:
         ]
 
     def has_end(self, text: str) -> bool:
-        return text.rstrip().endswith(self._specials)
+        return self.end_in(text) is not None
+
+    def end_in(self, text: str) -> int | None:
+        """The special token that a text ends with."""
+        last = text.rstrip()
+        found = max((one for one in self._specials if last.endswith(one)), key=len, default=None)
+        return None if found is None else self._specials[found]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
