@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from blake3 import blake3
 
+from shoal.facts.config.implied import OTHER_FORMS
 from shoal.facts.input.untrusted_files import LARGEST_JSON, parse_json, read_bytes
 from shoal.facts.problem import BadInput
 
@@ -54,6 +55,12 @@ def open_tokenizer(text: str, end_token: str | None = None) -> Tokenizer:
     path = Path(text).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+        others = [one for one in OTHER_FORMS if path.with_name(one).is_file()]
+        if others and not path.is_file():
+            raise BadInput(
+                f"{text!r} has {others[0]} and no tokenizer.json, which is what is read",
+                f"transformers.AutoTokenizer.from_pretrained({text!r}).save_pretrained({text!r}) writes one",
+            )
     if not path.is_file():
         raise BadInput(
             f"there is no tokenizer at {str(path)!r}",
