@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.train import _notes
+from shoal.cli.announce import _notes
 from shoal.facts.config import DataSection
 from shoal.facts.config.file import Loaded, load
 from shoal.facts.config.implied import kept
