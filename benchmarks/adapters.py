@@ -2,7 +2,10 @@
 
 python benchmarks/adapters.py llama3-8b --micro 2 --sides "lora;peft"
 python benchmarks/adapters.py llama3-8b --micro 2 --recompute full --sides "lora;qlora;peft"
-python benchmarks/adapters.py tiny --seq 64 --layers 2 --eager          # anywhere
+python benchmarks/adapters.py tiny --seq 64 --layers 2 --eager --precision fp32   # anywhere
+
+All sides begin with the same weights, a hash of names, take the same rows and make the same updates: their losses agree
+as far as the precision goes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.model.presets import PRESETS
+from shoal.facts.targets import IGNORE
+from shoal.models.initial import fill, whole
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledger
@@ -36,6 +41,8 @@ from shoal.train.program import BACKEND, assemble, blueprint
 WARM_UP = 3
 RANK, ALPHA = 16, 32.0
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CLIP = 1.0
+UPDATES = {"lr": 1e-4, "schedule": "constant", "warmup": 0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
@@ -53,6 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--cap-gib", type=float, help="of the device's memory, no more than this")
     parser.add_argument("--side", help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
@@ -73,6 +81,7 @@ def main() -> None:
                 "micro": options.micro,
                 "seq": options.seq,
                 "recompute": options.recompute,
+                "precision": options.precision,
                 "cap_gib": options.cap_gib,
                 "round": number,
             }
@@ -108,8 +117,7 @@ def _rate(options: argparse.Namespace, issue: Callable[[int], Callable[[], float
         "step_s": seconds,
         "tokens_per_s": options.micro * options.seq / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if ON_GPU else None,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "losses": losses,
     }
 
 
@@ -121,7 +129,7 @@ def shoal(options: argparse.Namespace, base: str) -> dict[str, Any]:
         {
             "recipe": {
                 "seq": options.seq, "batch": options.micro, "steps": 100,
-                "precision": "bf16", "lr": 1e-4, "warmup": 0, "clip": 1.0,
+                "precision": options.precision, "clip": CLIP, **UPDATES,
             },
             "model": {"lora": {"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "base": base}},
             "compile": {"enabled": compiled},
@@ -137,12 +145,12 @@ def shoal(options: argparse.Namespace, base: str) -> dict[str, Any]:
     tokens = _tokens(options, model)
     positions = torch.arange(options.seq, device=DEVICE).expand_as(tokens).contiguous()
     targets = tokens.roll(-1, 1)
-    batch = Batch(
-        tokens, targets, positions, None, torch.arange(options.micro, device=DEVICE), tokens.numel()
-    )
+    targets[:, -1] = IGNORE  # as transformers shifts labels
+    count = tokens.numel() - options.micro
+    batch = Batch(tokens, targets, positions, None, torch.arange(options.micro, device=DEVICE), count)
 
     def issue(number: int) -> Callable[[], float]:
-        issued = step.issue(number, [batch], tokens.numel())
+        issued = step.issue(number, [batch], count)
         return lambda: issued.read().loss
 
     found = _rate(options, issue)
@@ -170,9 +178,12 @@ def peft(options: argparse.Namespace) -> dict[str, Any]:
         num_key_value_heads=model.kv_heads,
         max_position_embeddings=max(8192, options.seq),
         use_cache=False,
+        rms_norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        tie_word_embeddings=model.tied,
         attn_implementation="sdpa",
     )
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[options.precision]))
     with DEVICE:
         network = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
@@ -188,23 +199,40 @@ def peft(options: argparse.Namespace) -> dict[str, Any]:
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(network, adapters)
+    _hashed(adapted, model)
     if ON_GPU and not options.eager:
         for layer in adapted.base_model.model.model.layers:
             layer.compile(dynamic=False)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=UPDATES["lr"],
+        betas=(UPDATES["beta1"], UPDATES["beta2"]),
+        weight_decay=UPDATES["weight_decay"],
+        fused=True,
+    )
     tokens = _tokens(options, model)
 
     def issue(number: int) -> Callable[[], float]:
         loss = adapted(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return lambda: float(loss.detach())
 
     versions = {"transformers": version("transformers"), "peft": version("peft")}
     return {**_rate(options, issue), **versions}
+
+
+@torch.no_grad()
+def _hashed(adapted: torch.nn.Module, model: Model) -> None:
+    """Give PEFT's model the weights that Shoal begins with: transformers' own grow the residual stream otherwise."""
+    for name, parameter in adapted.named_parameters():
+        ours = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
+        drawn = torch.empty_like(parameter, dtype=torch.float32)
+        fill([(ours, whole(ours, drawn))], model, seed=0)
+        parameter.copy_(drawn)
 
 
 SIDES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

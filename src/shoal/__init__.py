@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from shoal.facts.layout import Layout
     from shoal.facts.model import Model
     from shoal.facts.problem import BadInput
-    from shoal.launch.library import run
+    from shoal.launch.library import launch, run
+    from shoal.plan.report import plan
+    from shoal.predict.library import predict
     from shoal.prove.module_dryrun import dryrun
     from shoal.prove.module_parity import parity
     from shoal.train.library.run import Run

@@ -95,11 +95,12 @@ def test_the_lowest_bit_in_strict_mode(train: Train, capsys: Output) -> None:
 def test_the_first_tensor_that_is_not_finite(train: Train, tmp_path: Path, capsys: Output) -> None:
     save_random("llama", tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
+    weights["model.layers.1.mlp.down_proj.weight"][20, 40] = torch.inf
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     options = {**OPTIONS, "recipe__steps": 2, "model__path": "", "model__init_from": tmp_path / "model"}
     run = train("run", "fsdp=2,tp=2", **options)
     found = replayed(capsys, 1, run.directory.path, "--step", 1)
     assert found["not_finite"]["what"] == "weight"
     assert found["not_finite"]["name"] == "model.layers.1.mlp.down_proj.weight"
-    assert found["steps"][0]["recorded"]["loss"] is None
+    assert found["not_finite"]["rank"] == 3  # of 32 rows the second half, of 48 columns too
+    assert found["steps"][0]["step"] == 1 and found["steps"][0]["recorded"]["loss"] is None

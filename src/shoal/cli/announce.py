@@ -59,12 +59,17 @@ def announced(
 
 def _notes(given: Loaded) -> list[str]:
     """What a first start is told of values that it did not write."""
-    from shoal.facts.config.implied import ORIGINS, TOKENIZER
+    from shoal.facts.config.implied import ORIGINS, TOKENIZER, lacks_tokenizer
 
     config, notes = given.config, []
     if (origin := given.origin(TOKENIZER)) in ORIGINS:
         notes.append(f"tokenizer: {config.data.tokenizer}, as {origin} has it (data.tokenizer is not set)")
-    if config.model.init_from is not None and "recipe.lr" not in given.origins:
+    weights = config.model.init_from
+    if TOKENIZER not in given.origins and weights is not None and lacks_tokenizer(Path(weights).expanduser()):
+        notes.append(
+            f"note: {weights} has no tokenizer, so text becomes bytes; fix: data.tokenizer = the model's own"
+        )
+    if weights is not None and "recipe.lr" not in given.origins:
         notes.append(
             f"note: recipe.lr is not set; the default, {config.recipe.lr:g}, suits the tiny preset; "
             "fix: recipe.lr = 2e-5"

@@ -18,7 +18,7 @@ from shoal.launch import local
 from shoal.plan.resolve import Job, resolve
 from shoal.train.checkpoint.listing import newest_sound, run_of
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
-from shoal.train.huggingface.side_files import GENERATION, Origin, origin_of
+from shoal.train.huggingface.side_files import GENERATION, Origin, more_ends, origin_of
 
 if TYPE_CHECKING:
     from shoal.parallel.signed_store import SignedStore
@@ -109,8 +109,8 @@ def prompt_tokens(source: TextSource, tokenizer: Tokenizer, text: str, chat: boo
 
 
 def ends_of(source: TextSource, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a text: the tokenizer's, and those of the generation config, which may be several."""
-    ends = [tokenizer.end]
+    """The tokens that end a text: the run's, and those of the generation config, which may be several."""
+    ends = more_ends(source.origin, tokenizer)
     for folder in source.origin.models:
         try:
             said = read_json(folder / GENERATION)["eos_token_id"]

@@ -17,7 +17,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput
 from shoal.models.initial import Slice, whole
 
 # A box of one of Hugging Face's tensors: its name, the box's offset, its shape.
@@ -121,34 +121,38 @@ class WeightFiles:
 
     def check(self, model: Model) -> None:
         """Every tensor there, in a dtype that we train, with the model's shape; else what is wrong, at once."""
-        problems, quantized = [], []
-        for parameter in parameters(model):
+        wanted = list(parameters(model))
+        lacking, quantized, others = [], [], []
+        for parameter in wanted:
             found = self._find(parameter.name)
             if found is None:
-                problems.append(Problem(f"model.init_from: {self.directory} has no {parameter.name}"))
+                lacking.append(parameter.name)
                 continue
             held = self._slice(found)
             shape, dtype = tuple(held.get_shape()), held.get_dtype()
             if dtype not in FLOATS:
                 quantized.append(f"{parameter.name} is stored as {dtype}")
             elif shape != parameter.shape:
-                problems.append(
-                    Problem(
-                        f"model.init_from: {parameter.name} is {shape}, {model.name} has {parameter.shape}"
-                    )
-                )
+                others.append(f"{parameter.name} is {shape}, {model.name} has {parameter.shape}")
         self.close()
+        where = f"model.init_from: {self.directory}"
         if quantized:
             raise BadInput(
-                f"model.init_from: {self.directory}: {quantized[0]}, and {len(quantized) - 1} more so",
+                f"{where}: {quantized[0]}, and {len(quantized) - 1} more so",
                 f"weights in {', '.join(FLOATS)}: quantized ones are not trained",
             )
-        if problems:
-            shown = problems[:5]
-            if len(problems) > len(shown):
-                shown.append(Problem(f"model.init_from: and {len(problems) - len(shown)} more tensors"))
-            fix = f"model.path = {str(self.directory)!r}"
-            raise BadInput([*shown, Problem("these are weights of another model", fix)])
+        if others:
+            more = f", and {len(others) - 1} more differ" * (len(others) > 1)
+            raise BadInput(
+                f"{where}: {others[0]}{more}", f"its own shape: model.path = {str(self.directory)!r}"
+            )
+        if lacking:
+            raise BadInput(
+                f"{where} lacks {len(lacking)} of the {len(wanted)} tensors of {model.name}: "
+                f"{lacking[0]}{', …' * (len(lacking) > 1)}",
+                "if it was not downloaded whole, download the rest; if these are weights of another model, "
+                f"model.path = {str(self.directory)!r}",
+            )
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A box of a tensor; nothing else of it is copied."""

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.announce import _notes
 from shoal.facts.config import DataSection
 from shoal.facts.config.file import Loaded, load
 from shoal.facts.config.implied import kept
 from shoal.facts.problem import BadInput
+from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.huggingface.byte_tokenizer import tokenizer_json
 
 
@@ -42,6 +44,21 @@ def test_weights_and_shapes_bring_their_tokenizer(model: Path, tmp_path: Path) -
     # What an export of a run on bytes has in its place is bytes.
     (model / "tokenizer.json").write_text(tokenizer_json())
     assert tokenizer(load(None, [f"model.init_from={model}"])) == ("bytes", "default")
+
+
+@pytest.mark.parametrize("form", ["tokenizer.model", "vocab.json"])
+def test_a_tokenizer_in_another_form_is_never_taken_for_bytes(model: Path, form: str) -> None:
+    (model / "tokenizer.json").unlink()
+    assert tokenizer(load(None, [f"model.init_from={model}"])) == ("bytes", "default")
+    given = load(None, [f"model.init_from={model}"])
+    assert any("has no tokenizer, so text becomes bytes" in note for note in _notes(given))
+    (model / form).write_text("x")
+    loaded = load(None, [f"model.init_from={model}"])
+    assert tokenizer(loaded) == (str(model), "model.init_from")
+    with pytest.raises(BadInput, match=f"has {form} and no tokenizer.json") as refused:
+        open_tokenizer(loaded.config.data.tokenizer)
+    (problem,) = refused.value.problems
+    assert problem.fix is not None and "save_pretrained" in problem.fix
 
 
 def test_a_run_keeps_what_it_began_with(model: Path, tmp_path: Path) -> None:

@@ -172,6 +172,90 @@ def test_every_spelling_of_a_talk_gives_the_same_tokens(tmp_path, chat_tokenizer
     assert other.fingerprint == plain.fingerprint
 
 
+TOOLS = [{"type": "function", "function": {"name": "fish", "parameters": {}}}]
+CALLING = (
+    "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if 'tool_calls' in message %}{{ message.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def called(name, value, **more):
+    """A conversation in which a tool is called, as OpenAI's API has it; the content of a call may not be there."""
+    call = {"id": "1", "type": "function", "function": {"name": "fish", "arguments": {name: value}}}
+    return [
+        TALK[0],
+        {"role": "assistant", **more, "tool_calls": [call]},
+        {"role": "tool", "content": "fish"},
+        TALK[1],
+    ]
+
+
+def same(tmp_path, tokenizer, one, other):
+    """Two rows give the same tokens, and mark the same ones."""
+    template = tmp_path / "calling.jinja"
+    template.write_text(CALLING)
+    pair = [
+        opened(write(tmp_path / f"{name}.jsonl", [row]), tmp_path, tokenizer, template=str(template))
+        for name, row in (("one", one), ("other", other))
+    ]
+    return pair[0].fingerprint == pair[1].fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"messages": called("a", "shoal"), "tools": json.dumps(TOOLS)},
+        {"messages": called("a", "shoal", content=None, function_call=None, refusal=None), "tools": TOOLS},
+        {"messages": [{"tool_calls": None, **one} for one in called("a", "shoal")], "tools": TOOLS},
+    ],
+    ids=["tools as a text", "content null", "fields null"],
+)
+def test_tools_and_calls_of_them_as_they_are_about(tmp_path, chat_tokenizer, other):
+    assert same(tmp_path, chat_tokenizer, {"messages": called("a", "shoal"), "tools": TOOLS}, other)
+
+
+def test_tools_that_are_no_json_are_a_bad_row(tmp_path, chat_tokenizer):
+    source = write(tmp_path / "a.jsonl", [{"messages": TALK, "tools": "fish("}])
+    with pytest.raises(BadInput, match="'tools' is not JSON"):
+        opened(source, tmp_path, chat_tokenizer)
+
+
+def test_a_table_of_calls_is_read_as_its_rows(tmp_path, chat_tokenizer):
+    """A column of a table gives each call the arguments of all, and each message a field for calls."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": called("a", "shoal")}, {"messages": called("is", "many")}, {"messages": TALK}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    template = tmp_path / "calling.jinja"
+    template.write_text(CALLING)
+    found = [
+        opened(source, tmp_path, chat_tokenizer, template=str(template)).fingerprint
+        for source in (write(tmp_path / "a.jsonl", rows), str(tmp_path / "a.parquet"))
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_system_message_beside_the_conversation(tmp_path, chat_tokenizer):
+    one = {"messages": [{"role": "system", "content": "many fish"}, *TALK]}
+    assert same(tmp_path, chat_tokenizer, one, {"messages": TALK, "system": "many fish"})
+    assert same(tmp_path, chat_tokenizer, one, {**one, "system": "what"})  # it has one
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}])
+def test_answers_without_weight_are_read_and_not_learned(tmp_path, chat_tokenizer, off):
+    talk = [TALK[0], TALK[1] | off, TALK[2], TALK[3] | {"weight": 1, "train": True}]
+    stream = opened(write(tmp_path / "a.jsonl", [{"messages": talk}]), tmp_path, chat_tokenizer).train
+    plain = opened(write(tmp_path / "b.jsonl", [{"messages": TALK}]), tmp_path, chat_tokenizer).train
+    everything = stream.read(0, len(stream))
+    assert everything.tolist() == plain.read(0, len(plain)).tolist()
+    mine = open_tokenizer(str(chat_tokenizer))
+    assert mine.decode(everything[stream.learned(0, len(stream))]) == "fish<|im_end|>"
+    with pytest.raises(BadInput, match="no answer"):
+        opened(write(tmp_path / "c.jsonl", [{"messages": talk[:2]}]), tmp_path, chat_tokenizer)
+
+
 def test_the_loss_can_be_on_all_of_it(tmp_path, chat_tokenizer):
     source = write(tmp_path / "a.jsonl", [{"messages": TALK}])
     stream = opened(source, tmp_path, chat_tokenizer, loss_on="all").train

@@ -19,6 +19,7 @@ from tests.train.huggingface.models import load
 
 from shoal.cli.main import main
 from shoal.facts.model.presets import PRESETS
+from shoal.launch.generate import ends_of, find_source
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.data.tokenizers import open_tokenizer
@@ -112,6 +113,50 @@ def test_a_runs_own_tokenizer_template_and_sampling_go_along(
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["bos_token_id"], config["pad_token_id"], config["eos_token_id"]) == (7, 9, 256)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "ends"),
+    [
+        ('format = "chat"\ntemplate = "{folder}/chat.jinja"', [256, 258]),
+        ('format = "text"', 256),
+        ('format = "text"\nend_token = "<|im_end|>"', [256, 258]),
+        ('format = "prompt"\ntemplate = "none"', 256),
+        ('mix = [{{source = "x", format = "chat"}}]\ntemplate = "{folder}/chat.jinja"', [256, 258]),
+    ],
+    ids=["a template of the run's own", "text", "another end", "no template", "a mix"],
+)
+def test_what_learned_another_end_stops_there(
+    run: RunDirectory, tmp_path: Path, data: str, ends: object
+) -> None:
+    """A base model, whose texts end with one token, learned answers that end with another."""
+    base = tmp_path / "base"
+    base.mkdir()
+    content = json.loads(shoal_tokenizer(base).read_text())
+    for id, text in ((257, "<|im_start|>"), (258, "<|im_end|>")):
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": id, "content": text})
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    (base / "generation_config.json").write_text(
+        '{"eos_token_id": 256, "temperature": 0.6, "do_sample": true}'
+    )
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    settings = (
+        f'[model]\ninit_from = "{base}"\n[data]\ntokenizer = "{base}"\n{data.format(folder=tmp_path)}\n'
+    )
+    run.config.write_text(settings)
+    assert shoal(run.path, "--to", "hf", tmp_path / "out") == 0
+    made = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert made.eos_token_id == ends and made.temperature == 0.6
+    assert (tmp_path / "out" / "chat_template.jinja").is_file() == ("chat.jinja" in data)
+    source = find_source(str(run.path))
+    tokenizer = open_tokenizer(source.origin.tokenizer, source.origin.end_token)
+    assert sorted(ends_of(source, tokenizer)) == (ends if isinstance(ends, list) else [ends])
 
 
 def shoal_tokenizer(into: Path) -> Path:

@@ -77,6 +77,16 @@ def _lose(path: Path) -> None:
     sorted(path.glob("*.safetensors"))[1].unlink()
 
 
+def _lose_with_index(path: Path) -> None:
+    _lose(path)
+    (path / "model.safetensors.index.json").unlink()
+
+
+def _widen(path: Path) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 56}))
+
+
 def _quantize(path: Path) -> None:
     file = sorted(path.glob("*.safetensors"))[0]
     tensors: dict[str, Tensor] = load_file(file)
@@ -87,6 +97,8 @@ DAMAGES = {
     "not downloaded whole": _cut,
     "it is damaged": _flip_header,
     "lacks 1 of the": _lose,
+    r"lacks \d+ of the 21 tensors": _lose_with_index,
+    r"mlp.gate_proj.weight is \(48, 32\), .* has \(56, 32\), and 5 more differ": _widen,
     "is stored as I8": _quantize,
 }
 

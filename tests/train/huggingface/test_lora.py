@@ -11,13 +11,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.conftest import Train
 from tests.train.huggingface.models import load, save_random
 from tests.train.huggingface.test_round_trip import OPTIONS, STEPS, plain_loop
 from torch import Tensor, nn
 
 from shoal.cli.main import main
+from shoal.facts.model import Adapters
+from shoal.facts.model.presets import at
 from shoal.facts.problem import BadInput
+from shoal.models.initial import whole
+from shoal.train.huggingface.peft_files import PeftFiles
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
@@ -133,6 +138,38 @@ def test_lengths_of_rows_begin_as_those_of_the_frozen_weights(train: Train, tmp_
         weight = weights[name.replace("lora_magnitude_vector", "weight")]
         found = run.checkpoint().tensor("weight", name)
         assert torch.allclose(found, weight.norm(dim=1), rtol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        ("all-linear", (*TARGETS[:2], "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        (r".*\.(q|v)_proj", ("q_proj", "v_proj")),
+        (r".*\.1\..*\.q_proj", None),
+    ],
+    ids=["a word", "a pattern", "one layer"],
+)
+def test_targets_that_peft_finds_by_itself(
+    targets: str, named: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """PEFT writes what a word has found as paths, and a pattern as it is; of one layer alone they are refused."""
+    model = save_random("qwen2", tmp_path / "model")
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(str(tmp_path / "adapter"))
+    adapters = Adapters(rank=3, alpha=6.0, targets=named or ("q_proj",))
+    shape = at(str(tmp_path / "model")).model_copy(update={"adapters": adapters})
+    if named is None:
+        with pytest.raises(BadInput, match=r"q_proj.lora_A.weight is None in .*, here \(3, 32\)"):
+            PeftFiles(tmp_path / "adapter", shape)
+        return
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.lora_A.weight"
+    part = torch.zeros(3, 32)
+    PeftFiles(tmp_path / "adapter", shape).fill([(name, whole(name, part))])
+    assert torch.equal(part, held[f"base_model.model.{name}"])
+    fewer = shape.model_copy(update={"adapters": adapters.model_copy(update={"targets": ("q_proj",)})})
+    with pytest.raises(BadInput, match="v_proj"):
+        PeftFiles(tmp_path / "adapter", fewer)
 
 
 def test_families_that_fuse_projections_are_merged(

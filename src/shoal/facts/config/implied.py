@@ -15,6 +15,8 @@ TOKENIZER, WITHIN = "data.tokenizer", "data.within_documents"
 # Where it may come from, in this order.
 ORIGINS = ("model.init_from", "model.path")
 FILE = "tokenizer.json"
+# A tokenizer in another form, which has to be saved as a tokenizer.json first: bytes would mean nothing to the weights.
+OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # Of a tokenizer.json that is Shoal's own "bytes", as an export writes it: 256 bytes, an end, no merges.
 BYTES_VOCAB, LARGEST_BYTES = 257, 1 << 15
 
@@ -35,11 +37,18 @@ def tokenizer_of(path: Path) -> str | None:
         folder = path.parent if path.is_file() else path
         if (folder / FILE).is_file():
             return None if _is_bytes(folder / FILE) else str(folder)
+        if any((folder / name).is_file() for name in OTHER_FORMS):
+            return str(folder)
         run = folder.parent.parent if folder.name.startswith("step-") else folder
         said = parse_toml(read_settings(run / "config.toml")).get("data", {}).get("tokenizer")
     except (OSError, ValueError, AttributeError):
         return None
     return said if isinstance(said, str) and said != "bytes" else None
+
+
+def lacks_tokenizer(path: Path) -> bool:
+    """Whether it is a model directory that came without one."""
+    return (path / "config.json").is_file() and not (path / FILE).is_file()
 
 
 def _is_bytes(path: Path) -> bool:

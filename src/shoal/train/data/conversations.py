@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 ANSWERS = "assistant"  # the role whose messages a model learns to write
@@ -33,7 +34,21 @@ def read_chat(row: dict[str, Any], field: str) -> list[Message] | str:
     name = field if field in row else next((name for name in CONVERSATIONS if name in row), None)
     if name is None:
         return f"no field {CONVERSATIONS[0]!r} or {CONVERSATIONS[1]!r}"
-    return _checked(row[name], name)
+    messages = _checked(row[name], name)
+    if isinstance(messages, str) or messages[0]["role"] == "system":
+        return messages
+    return [*_system(row), *messages]
+
+
+def learned(message: Message) -> bool:
+    """Whether it is an answer that counts: OpenAI's rows switch one off by its ``weight``, axolotl's by ``train``."""
+    return message["role"] == ANSWERS and message.get("weight") != 0 and message.get("train") is not False
+
+
+def read_tools(row: dict[str, Any]) -> Any:
+    """What a template is told of tools; ValueError where it is no JSON, as which many tables keep them."""
+    tools = row.get("tools")
+    return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else tools
 
 
 def read_pair(row: dict[str, Any]) -> list[Message] | str:
@@ -51,9 +66,7 @@ def read_pair(row: dict[str, Any]) -> list[Message] | str:
     more = row.get("input")
     if names[0] == "instruction" and isinstance(more, str) and more.strip():
         prompt = f"{prompt}\n\n{more}"
-    system = row.get("system")
-    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    return [*first, {"role": "user", "content": prompt}, {"role": ANSWERS, "content": answer}]
+    return [*_system(row), {"role": "user", "content": prompt}, {"role": ANSWERS, "content": answer}]
 
 
 def read_preference(row: dict[str, Any]) -> tuple[list[list[Message]], int] | str:
@@ -99,18 +112,22 @@ def _answered(row: dict[str, Any], name: str) -> list[Message] | str:
     if messages[0]["role"] != ANSWERS:
         return messages  # the whole conversation, whatever the row says of its prompt
     if isinstance(prompt, str):
-        system = row.get("system")
-        first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-        return [*first, {"role": "user", "content": prompt}, *messages]
+        return [*_system(row), {"role": "user", "content": prompt}, *messages]
     before = _messages(prompt, "prompt")
     return before if isinstance(before, str) else [*before, *messages]
+
+
+def _system(row: dict[str, Any]) -> list[Message]:
+    """The message that a row keeps beside its conversation."""
+    text = row.get("system")
+    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
 
 def _checked(value: Any, name: str) -> list[Message] | str:
     found = _messages(value, name)
     if isinstance(found, str):
         return found
-    if not any(message["role"] == ANSWERS and _says_something(message) for message in found):
+    if not any(learned(message) and _says_something(message) for message in found):
         return NO_ANSWER
     return found
 
@@ -125,7 +142,11 @@ def _messages(value: Any, name: str) -> list[Message] | str:
 
 
 def _message(given: Message) -> Message | None:
-    """With ``role`` and ``content``; whatever else it has, a template may want."""
+    """With ``role`` and ``content``; whatever else it has, a template may want.
+
+    What is null is not there: rows of a table, and the answers of clients, have every field that any message has.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
     if "role" not in given and "from" in given:
         given = {"role": given["from"], "content": given.get("value")}
     role, content = given.get("role"), given.get("content")
@@ -133,7 +154,7 @@ def _message(given: Message) -> Message | None:
         return None
     if content is None and "tool_calls" not in given:
         return None
-    return {**given, "role": ROLES.get(role, role)}
+    return {**given, "role": ROLES.get(role, role), "content": content}
 
 
 def _says_something(message: Message) -> bool:

@@ -14,13 +14,16 @@ from shoal.train.data.conversations import (
     PAIRS,
     SAME,
     Message,
+    learned,
     read_chat,
     read_pair,
     read_preference,
+    read_tools,
 )
 from shoal.train.data.templates import CLOSE, OPEN, ChatTemplate, Unrendered, find_template
 from shoal.train.data.tokenizers import FileTokenizer, Tokenizer
 
+CONVERSATION_FORM = 2  # one more whenever the same row gives other tokens, or other answers
 EMPTY = "empty"  # the reason of a row that is there and has no text
 
 
@@ -60,7 +63,8 @@ class RowFormat:
         """What documents depend on. A plain text's is its field alone, as it was before there were others."""
         if self.template is None:
             return [self.field]
-        return [self.field, self.format, self.template.source, self.template.tokens, self.answers_only]
+        template = self.template.source, self.template.tokens
+        return [CONVERSATION_FORM, self.field, self.format, *template, self.answers_only]
 
     def _found(self, row: dict[str, Any]) -> tuple[SourceText, ...] | str:
         if self.template is None:
@@ -71,7 +75,7 @@ class RowFormat:
         messages = read_chat(row, self.field) if self.format == "chat" else read_pair(row)
         if isinstance(messages, str):
             return messages
-        document = self._conversation(messages, row.get("tools"), self.template)
+        document = self._conversation(messages, row, self.template)
         return document if isinstance(document, str) else (document,)
 
     def _pair(self, row: dict[str, Any], template: ChatTemplate) -> tuple[SourceText, ...] | str:
@@ -82,7 +86,7 @@ class RowFormat:
         before = sum(message["role"] == ANSWERS for message in chosen[:common])
         pair = []
         for messages in (chosen, rejected):
-            document = self._conversation(messages, row.get("tools"), template, before)
+            document = self._conversation(messages, row, template, before)
             if isinstance(document, str):
                 return document
             pair.append(document)
@@ -95,15 +99,22 @@ class RowFormat:
         return SourceText(text) if isinstance(text, str) else f"field {self.field!r} is not a text"
 
     def _conversation(
-        self, messages: list[Message], tools: Any, template: ChatTemplate, before: int = 0
+        self, messages: list[Message], row: dict[str, Any], template: ChatTemplate, before: int = 0
     ) -> SourceText | str:
         """``before``: so many of its answers are part of what is asked."""
         if any(mark in str(message.get("content")) for message in messages for mark in (OPEN, CLOSE)):
             return "a character that no text may hold"
         try:
-            text, answers = template.render(messages, tools)
+            text, answers = template.render(messages, read_tools(row))
         except Unrendered as error:
             return str(error)
+        except ValueError:
+            return "'tools' is not JSON"
+        said = [learned(message) for message in messages if message["role"] == ANSWERS]
+        if len(said) == len(answers):
+            answers = tuple(span for span, counts in zip(answers, said, strict=True) if counts or self.pairs)
+        elif self.answers_only and not all(said):
+            return "the template's marks do not tell which answer has no weight"
         return SourceText(text, answers[before:] if self.answers_only else None, conversation=True)
 
 

@@ -49,9 +49,17 @@ def read_table(path: Path, name: str, groups: range, column: str | None) -> Iter
         )
         for batch in batches:
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                    yield {name: _present(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged(name, error) from None
+
+
+def _present(value: Any) -> Any:
+    """Without the fields of its objects that are null: a table gives each those of all others in the column."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
 
 
 def damaged(name: str, error: Exception) -> BadInput:

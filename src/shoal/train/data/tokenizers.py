@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from blake3 import blake3
 
+from shoal.facts.config.implied import OTHER_FORMS
 from shoal.facts.input.untrusted_files import LARGEST_JSON, parse_json, read_bytes
 from shoal.facts.problem import BadInput
 
@@ -54,6 +55,12 @@ def open_tokenizer(text: str, end_token: str | None = None) -> Tokenizer:
     path = Path(text).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+        others = [one for one in OTHER_FORMS if path.with_name(one).is_file()]
+        if others and not path.is_file():
+            raise BadInput(
+                f"{text!r} has {others[0]} and no tokenizer.json, which is what is read",
+                f"transformers.AutoTokenizer.from_pretrained({text!r}).save_pretrained({text!r}) writes one",
+            )
     if not path.is_file():
         raise BadInput(
             f"there is no tokenizer at {str(path)!r}",
@@ -103,10 +110,8 @@ class FileTokenizer:
             raise BadInput(f"{str(path)!r} has an empty vocabulary", OTHER)
         self.vocab = max(vocabulary.values()) + 1
         self.end = _find_end(path, vocabulary, end_token)
-        specials = (
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
-        )
-        self._specials = tuple(specials)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._specials = {token.content: id for id, token in added if token.special}
         self.fingerprint = blake3(content + self.end.to_bytes(8, "little")).hexdigest()
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
@@ -122,7 +127,13 @@ class FileTokenizer:
         ]
 
     def has_end(self, text: str) -> bool:
-        return text.rstrip().endswith(self._specials)
+        return self.end_in(text) is not None
+
+    def end_in(self, text: str) -> int | None:
+        """The special token that a text ends with."""
+        last = text.rstrip()
+        found = max((one for one in self._specials if last.endswith(one)), key=len, default=None)
+        return None if found is None else self._specials[found]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

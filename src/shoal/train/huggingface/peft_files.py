@@ -107,7 +107,10 @@ def _check_config(directory: Path, adapters: Adapters) -> None:
                 )
             )
     targets = said.get("target_modules")
-    theirs = sorted(targets) if isinstance(targets, list) else targets
+    if isinstance(targets, list):  # PEFT writes "all-linear" as the path of every projection
+        theirs = sorted({str(one).rpartition(".")[2] for one in targets})
+    else:
+        theirs = sorted(adapters.targets)  # a pattern: the tensors say what it matched
     for key, here, there in (
         ("kind", adapters.kind, "dora" if said.get("use_dora") else "lora"),
         ("rank", adapters.rank, said.get("r")),

@@ -17,8 +17,9 @@ from shoal.facts.model import Model
 from shoal.facts.model.huggingface import write_config
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.manifest import Manifest
-from shoal.train.data.tokenizers import open_tokenizer
+from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.huggingface import byte_tokenizer
+from shoal.train.huggingface.turn_ends import turn_ends
 
 # What belongs to a tokenizer, whichever of these there are.
 TOKENIZER_FILES = (
@@ -45,6 +46,7 @@ class Origin:
     end_token: str | None
     template: Path | None  # a chat template of the run's own
     models: tuple[Path, ...]  # model directories that it began with, the first that has a file decides
+    conversations: bool = False  # it learned answers, as its template ends them
 
 
 def origin_of(manifest: Manifest, run: Path | None) -> Origin:
@@ -67,9 +69,26 @@ def origin_of(manifest: Manifest, run: Path | None) -> Origin:
     return Origin(
         said("data", "tokenizer") or "bytes",
         said("data", "end_token"),
-        Path(template).expanduser() if template not in (None, "auto") else None,
+        Path(template).expanduser() if template not in (None, "auto", "none") else None,
         tuple(path if path.is_dir() else path.parent for path in paths),
+        template != "none" and _conversations(settings.get("data")),
     )
+
+
+def _conversations(data: object) -> bool:
+    """Whether the data, or a part of a mix, has answers."""
+    if not isinstance(data, dict):
+        return False
+    parts = data.get("mix")
+    rows = [data, *(parts if isinstance(parts, list) else [])]
+    return any(isinstance(row, dict) and row.get("format", "text") != "text" for row in rows)
+
+
+def more_ends(origin: Origin, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end what the run learned to write: a document, and an answer."""
+    if not origin.conversations:
+        return [tokenizer.end]
+    return [tokenizer.end, *turn_ends(origin.template, tokenizer, origin.end_token)]
 
 
 def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> None:
@@ -89,7 +108,7 @@ def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> No
     config |= {**ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
     generation = _first_json(origin, GENERATION) or {key: one for key, one in ids.items() if one is not None}
     _write_json(into / "config.json", config)
-    _write_json(into / GENERATION, generation)
+    _write_json(into / GENERATION, _stopping(generation, more_ends(origin, tokenizer)))
     if origin.tokenizer == "bytes":
         (into / "tokenizer.json").write_text(byte_tokenizer.tokenizer_json(), encoding="utf-8")
         settings = byte_tokenizer.tokenizer_config(model.max_positions)
@@ -98,6 +117,16 @@ def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> No
         _copy_tokenizer(into, Path(origin.tokenizer).expanduser(), origin, tokenizer.end)
     if origin.template is not None:
         _copy(origin.template, into / "chat_template.jinja")
+
+
+def _stopping(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
+    """Sampling as it was, which stops where the run's texts and answers end, too."""
+    said = generation.get("eos_token_id")
+    before = said if isinstance(said, list) else [] if said is None else [said]
+    together = list(dict.fromkeys([*before, *ends]))
+    if together == before:
+        return generation
+    return {**generation, "eos_token_id": together if len(together) > 1 else together[0]}
 
 
 def _copy_tokenizer(into: Path, path: Path, origin: Origin, end: int) -> None:
