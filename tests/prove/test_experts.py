@@ -22,7 +22,7 @@ from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
-from shoal.parallel.experts import Dispatch, SentTokens
+from shoal.parallel.dispatch import Features, SentTokens
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -143,11 +143,11 @@ def test_a_model_like_deepseek_s_in_five_axes_and_in_its_own_layout(make_prover:
 def gradients_doubled() -> None:
     """Of experts' weights alone: results and tokens' gradients are as they should be."""
 
-    def computed(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+    def computed(self: Features, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
         again = compute(tokens.detach(), ends)
         return compute(tokens, ends) + again - again.detach()
 
-    Dispatch.computed = computed  # type: ignore[method-assign]
+    Features.computed = computed  # type: ignore[method-assign]
 
 
 def token_dropped() -> None:

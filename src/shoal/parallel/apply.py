@@ -227,7 +227,7 @@ def apply(
     # Experts: of the routed ones this rank's.
     if layout.ep > 1:
         for segment in segments:
-            experts.split(segment.network, mesh)
+            experts.split(segment.network, model, mesh)
 
     memory = HostMemory(mesh.device)
     if files is None and any(part.nvme for part in layout.offload):
