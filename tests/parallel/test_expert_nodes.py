@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.parallel.sharding import Case, assert_equal, batches, place, train
+from tests.parallel.sharding import Case, assert_equal, train
 from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
 from shoal.facts.model import Experts
-from shoal.observe.collectives import CollectiveCounter
 
 FEW = {"family": "qwen3_moe", "experts": Experts(count=8, active=3, ffn=10)}
 # Far more than there are tokens: most have none, and so have ranks and nodes.

@@ -34,7 +34,7 @@ class Order(NamedTuple):
 
     def first(self, number: int) -> Order:
         """Without what was sorted behind them, for it is not there: ``back`` tells of that a place past the end."""
-        return self._replace(place=self.place[:number])
+        return self._replace(place=self.place[:number].clone())
 
 
 def by_expert(chosen: Tensor, experts: int) -> Order:

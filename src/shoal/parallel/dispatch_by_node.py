@@ -136,7 +136,7 @@ class TokensOfNodes:
 
 
 class _Open(torch.autograd.Function):
-    """Rows that have come with weights and numbers of k experts → a copy of each token for every expert, and weights."""
+    """Rows with weights and numbers of k experts → a copy of each token for every expert that is here, and weights."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, active: int, place: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Expert parallelism (``ep``): neighbouring data ranks hold different experts, and send each other tokens.
 
 Of every layer with experts, each of ``ep`` ranks has an equal part of the routed ones, in order; all else of the
-network is what it is without ``ep``. Tokens are sent to the ranks of their experts (``dispatch.py``) or, where these are
-on several nodes, by way of a rank of each node (``dispatch_by_node.py``); ``facts/layout/expert_nodes.py`` decides.
+network is what it is without ``ep``. Tokens are sent to the ranks of their experts (``dispatch.py``) or, where these
+are on several nodes, by way of a rank of each node (``dispatch_by_node.py``): ``facts/layout/expert_nodes.py`` decides.
 
 While tokens travel, the experts that every token uses are computed (``MixtureOfExperts.forward``); and in the backward
 pass, which goes the same way in reverse, while the tokens' gradients travel back.

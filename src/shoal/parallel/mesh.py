@@ -38,8 +38,8 @@ class Mesh:
     ) -> None:
         """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell.
 
-        ``nodes``: how many machines the ranks are on, as many on each, in the order of their ranks. ``domain``: how many
-        ranks fast links join, in that order; None: all.
+        ``nodes``: how many machines the ranks are on, as many on each, in the order of their ranks.
+        ``domain``: how many ranks fast links join, in that order; None: all.
         """
         self.layout = layout
         self.rank = rank

@@ -13,6 +13,9 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import RankGroup, expert_ranks
 from shoal.facts.model import Experts
 
+# What the ranks are called that send each other tokens: all; those of the same place in every node; those of one node.
+EXCHANGES = ("ep", "ep across", "ep inside")
+
 
 class ExpertNodes(NamedTuple):
     """``across``: the ranks of the same place in every node; ``inside``: those of one. One of them may be alone."""
