@@ -94,7 +94,7 @@ class Workload:
 
     @cached_property
     def crossing(self) -> int:
-        """Tokens of a micro-batch that leave for nodes of their experts, and as many that come; 0: there is one node."""
+        """Tokens of a micro-batch that leave for nodes of their experts, and as many that come; 0: all are on one."""
         nodes = self.expert_nodes.across.size
         return crossing(self.model.experts, self.tokens, nodes) if self.model.experts and nodes > 1 else 0
 

@@ -310,8 +310,9 @@ def _mixing(
 def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
     """The forward pass where tensor ranks have sent features, as the experts' results are summed over them.
 
-    Beside tokens as they came, from other nodes and inside, and the sum: the results, and a copy of them in the order of ranks. All of the block's
-    tokens are still there, its input, what attention made of it and their sum. 0: that is not what is done.
+    Beside tokens as they came, from other nodes and inside, and the sum: the results, and a copy of them in the order
+    of ranks. All of the block's tokens are still there, its input, what attention made of it and their sum. 0: that is
+    not what is done.
     """
     if routed.sent == routed.whole:
         return 0.0
