@@ -70,8 +70,10 @@ class NodeDispatch:
         onward = coming[:, 1:].sum(0).view(self.split.ranks, -1)
         here = self.inside.told(onward) if self.split.ranks > 1 else onward
         parts = leaving, coming[:, 0], onward.sum(-1), here.sum(-1)
-        read = counts_on_host(torch.cat(parts), [len(part) for part in parts], self.split, chosen.shape)
-        return Counts(*read, here)
+        sent, received, passed, arriving = counts_on_host(
+            torch.cat(parts), [len(part) for part in parts], self.split, chosen.shape
+        )
+        return Counts(sent, received, passed, arriving, here)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return self.inside.features.incoming(mixed)
