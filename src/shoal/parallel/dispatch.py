@@ -54,7 +54,8 @@ class SplitFeatures(Features):
 class Dispatch:
     """Sends a copy of a token to each of its experts."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: int, experts: int, features: Features) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, ranks: int, experts: int, features: Features) -> None:
+        """``group``: None where a rank is alone on its node, and there is none to send to."""
         self.group, self.ranks, self.experts, self.features = group, ranks, experts, features
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 class TokenExchange:
     """Rows to the ranks of a group, so many to each, and their gradients back: begun, and later waited for."""
 
-    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> None:
         self.sent, self.received, self.group = sent, received, group
         # What arrives, what was sent, which must stay until then, and the work itself.
         self._under_way: tuple[Tensor, Tensor, dist.Work] | None = None

@@ -302,7 +302,8 @@ class ShareBound:
             one = self.on.layer(part)
             shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
             if place:
-                routed += sum(experts.waits(workload, self.on, body, part).values())
+                waits = experts.waits(workload, self.on, body, part).values()
+                routed += sum(sum(by_pass.values()) for by_pass in waits)
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.frozen else one.weight) + again
             computed[place] = one.forward + backward
