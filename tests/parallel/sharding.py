@@ -59,6 +59,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     compute: torch.dtype | None = None  # None: the parameters' dtype
     strict: bool = False
+    domain: int | None = None  # ranks of a node
     groups: Callable[[Layout], GroupOf] | None = None  # other ones than the layout's
     transform: Callable[[nn.Module], None] | None = None  # of the network, before it is placed
     transform_placed: Callable[[nn.Module], None] | None = None  # or after
@@ -86,7 +87,7 @@ class Part:
 
 def place(case: Case, rank: int) -> tuple[Placed, Mesh]:
     layout = Layout.parse(case.layout)
-    mesh = Mesh(layout, rank, torch.device("cpu"))
+    mesh = Mesh(layout, rank, torch.device("cpu"), domain=case.domain)
     network = build(case.model, compute=case.compute or case.dtype, dtype=case.dtype)
     if case.transform is not None:
         case.transform(network)

@@ -38,6 +38,8 @@ DEEPSEEK = {
         groups=2, active_groups=1, score="sigmoid", scale=2.5,
     ),
 }  # fmt: skip
+# Of four experts three: on two nodes, or on two ranks, some are on each.
+THREE = {**QWEN3, "experts": Experts(count=4, active=3, ffn=8)}
 RECIPE = {"precision": "bf16", "router_aux": 0.1, "router_z": 0.01}
 TWO = [
     Case("dp=2,ep=2,micro=2", QWEN3, RECIPE),
@@ -51,6 +53,8 @@ FOUR = [
     Case("dp=2,tp=2,ep=2,micro=2,recompute=full", DEEPSEEK, RECIPE),
     Case("dp=2,tp=2,sp=0,ep=2,micro=4,recompute=full", QWEN3, RECIPE),
     Case("fsdp=2,pp=2,ep=2,micro=1", {**QWEN3, "layers": 4}, RECIPE),
+    Case("dp=4,ep=4,micro=2", THREE, RECIPE, cluster="2x2xcpu"),
+    Case("fsdp=4,ep=4,micro=1,recompute=full", DEEPSEEK, RECIPE, cluster="2x2xcpu"),
 ]
 
 
@@ -91,7 +95,7 @@ def one_case(rank: int, case: Case) -> Seen:
     EVEN.fill_(False)
     workload = case.workload
     model, recipe, layout = workload.model, workload.recipe, workload.layout
-    mesh = Mesh(layout, rank, torch.device("cpu"))
+    mesh = Mesh(layout, rank, torch.device("cpu"), domain=workload.cluster.apart)
     step = assemble(
         blueprint(model, recipe),
         recipe,
@@ -144,7 +148,8 @@ def rows(vocabulary: int, step: int, first: int, number: int) -> Batch:
 def graphs(case: Case) -> int:
     """Way in, experts, their sum and, unless all is repeated, the way out; shared experts and blocks without any."""
     model, recompute = case.workload.model, case.workload.layout.recompute
-    return 3 + (recompute != "full") + 2 * bool(model.experts and model.experts.shared)
+    # Sums of tokens from several nodes, whose number is another each time, are made outside of graphs.
+    return 3 - bool(case.cluster) + (recompute != "full") + 2 * bool(model.experts and model.experts.shared)
 
 
 # Two layouts at a time: all of them would take minutes on a busy machine, and ranks don't wait that long.

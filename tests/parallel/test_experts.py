@@ -17,7 +17,8 @@ from shoal.models.initial import initialise
 from shoal.models.router import Router, RouterLosses
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.compile import CompiledBlocks
-from shoal.parallel.experts import TokenExchange, mixtures
+from shoal.parallel.experts import mixtures
+from shoal.parallel.token_exchange import TokenExchange
 
 FEW = {"family": "qwen3_moe", "experts": Experts(count=4, active=2, ffn=10)}
 # Far more than there are tokens: most have none, and so have ranks.

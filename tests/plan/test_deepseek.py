@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.facts.cluster.stack import DEEPSEEK, SHOAL
-from shoal.facts.model.presets import PRESETS
 from shoal.plan.judge import Plan, judge
 from shoal.plan.request import plan_request
-from shoal.predict.time.expert import copies
 
 HOURS = 180e3
 # Sixteen stages in two directions, experts over eight nodes, optimizer states sharded, norms and projections repeated.
@@ -36,13 +34,3 @@ def test_it_is_its_software_that_makes_the_difference() -> None:
     plain = judge(replace(plan.workload, stack=replace(DEEPSEEK, sends_once=False, expert_overlap=0.0)))
     assert plain.step.seconds > 1.8 * plan.step.seconds
     assert judge(replace(plan.workload, stack=SHOAL)).step.seconds > plan.step.seconds
-
-
-def test_copies_of_a_token() -> None:
-    experts = PRESETS["deepseek-v3"].experts
-    assert experts is not None and (experts.active, experts.active_groups) == (8, 4)
-    assert copies(experts, 1) == 1.0  # all of them are on one node, and none leaves it
-    assert copies(experts, 8) <= experts.active_groups / experts.active
-    free = experts.model_copy(update={"active_groups": experts.groups})
-    assert copies(experts, 8) < copies(free, 8) < 1
-    assert copies(free, 1000) > 0.99  # so many nodes that no two experts share one

@@ -95,6 +95,7 @@ class Case:
     tune: dict[str, Any] = field(default_factory=dict)
     logits_at_once: int = logits.LOGITS_AT_ONCE
     compiled: bool = False
+    cluster: str = ""  # empty: one node
 
     def __str__(self) -> str:
         changed = {**self.model, **self.recipe, **self.tune}
@@ -107,7 +108,8 @@ class Case:
         # Buckets of about a layer, so that there are several.
         tune = TuneSection.model_validate({"bucket_mb": 0.008, **self.tune})
         model = Model.model_validate({**SHAPE, **self.model})
-        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune, compile=self.compiled)
+        cluster = find(self.cluster or f"{layout.world}xcpu")
+        return Workload(model, cluster, recipe, layout, tune=tune, compile=self.compiled)
 
 
 def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:
@@ -118,7 +120,7 @@ def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:
 def _counted(rank: int, case: Case) -> list[Traffic]:
     workload = case.workload
     model, recipe, layout = workload.model, workload.recipe, workload.layout
-    mesh = Mesh(layout, rank, torch.device("cpu"))
+    mesh = Mesh(layout, rank, torch.device("cpu"), domain=workload.cluster.apart)
     with patch.object(logits, "LOGITS_AT_ONCE", case.logits_at_once):
         # Kernels play no part in what is sent; the graphs that send it are those of torch's own compiler.
         step = assemble(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
-from shoal.parallel.experts import Dispatch, SentTokens
+from shoal.parallel.dispatch import Features, SentTokens
+from shoal.parallel.dispatch_by_node import TokensOfNodes
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -52,9 +54,9 @@ Make = Callable[..., Prover]
 
 @pytest.fixture
 def prover_of_experts(make_prover: Make, small_family: Callable[[str], str]) -> Make:
-    def make(run: Any = run_parity_rank, family: str = "qwen3-30b-a3b") -> Prover:
+    def make(run: Any = run_parity_rank, family: str = "qwen3-30b-a3b", **other: Any) -> Prover:
         losses = {"recipe__router_aux": 0.1, "recipe__router_z": 0.01}
-        return make_prover("fp64", run, model__path=small_family(family), **losses)
+        return make_prover("fp64", run, model__path=small_family(family), **losses, **other)
 
     return make
 
@@ -77,6 +79,24 @@ def small_family(small_family: Callable[[str], str]) -> Callable[[str], str]:
 )
 def test_no_layout_changes_the_run(prover_of_experts: Make, layout: str) -> None:
     (verdict,) = prover_of_experts().prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
+    assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
+
+
+# Nodes of the cluster; the model's eight experts are on all of them.
+ON_NODES = [
+    ("2x2xcpu", "dp=4,ep=4"),
+    pytest.param("2x2xcpu", "fsdp=4,ep=4,recompute=full", marks=pytest.mark.long),
+    pytest.param("2x4xcpu", "fsdp=4,tp=2,ep=4,micro=1", marks=pytest.mark.long),
+    pytest.param("4x2xcpu", "dp=2,fsdp=4,zero=1,ep=8,micro=1", marks=pytest.mark.long),
+    pytest.param("2x4xcpu", "fsdp=4,cp=2,ep=8,micro=2", marks=pytest.mark.long),
+    pytest.param("4x2xcpu", "fsdp=4,pp=2,ep=4,micro=1", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("cluster", "layout"), ON_NODES)
+def test_nor_do_nodes(prover_of_experts: Make, cluster: str, layout: str) -> None:
+    (verdict,) = prover_of_experts(cluster__on=cluster).prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
     assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
 
@@ -143,11 +163,11 @@ def test_a_model_like_deepseek_s_in_five_axes_and_in_its_own_layout(make_prover:
 def gradients_doubled() -> None:
     """Of experts' weights alone: results and tokens' gradients are as they should be."""
 
-    def computed(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+    def computed(self: Features, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
         again = compute(tokens.detach(), ends)
         return compute(tokens, ends) + again - again.detach()
 
-    Dispatch.computed = computed  # type: ignore[method-assign]
+    Features.computed = computed  # type: ignore[method-assign]
 
 
 def token_dropped() -> None:
@@ -187,9 +207,27 @@ def losses_averaged_by_rank() -> None:
     RouterTally.start_step = lambda self, scale: start(self, scale / self.ranks)  # type: ignore[method-assign]
 
 
+def dropped_on_its_way_inside() -> None:
+    """Of what has come from other nodes, the last token: it reaches no expert, and adds nothing."""
+    made = TokensOfNodes._of_this_node
+
+    def one_less(self: TokensOfNodes, arriving: Tensor, compute: Compute) -> Tensor:
+        kept = torch.ones(sum(self.exchange.received), 1, dtype=arriving.dtype)
+        kept[-1:] = 0
+        return made(self, arriving, compute) * kept
+
+    TokensOfNodes._of_this_node = one_less  # type: ignore[method-assign]
+
+
 MUTATIONS = {
     one.__name__: one
-    for one in (gradients_doubled, token_dropped, sent_to_the_next_expert, losses_averaged_by_rank)
+    for one in (
+        gradients_doubled,
+        token_dropped,
+        sent_to_the_next_expert,
+        losses_averaged_by_rank,
+        dropped_on_its_way_inside,
+    )
 }
 
 
@@ -205,17 +243,23 @@ class Broken:
 @pytest.mark.parametrize(
     ("mutation", "layout", "strategy", "tensor"),
     [
+        (dropped_on_its_way_inside, "dp=2,ep=2", "ep", "model.embed_tokens.weight"),
         (gradients_doubled, "dp=2,ep=2", "ep", "model.layers.0.mlp.experts.gate_proj.weight"),
         (token_dropped, "dp=2,ep=2", "ep", "model.embed_tokens.weight"),
         (sent_to_the_next_expert, "fsdp=2,ep=2", "ep", "model.embed_tokens.weight"),
         (losses_averaged_by_rank, "dp=2", "dp", "model.embed_tokens.weight"),
     ],
-    ids=list(MUTATIONS),
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_broken_experts_are_caught_and_named(
     prover_of_experts: Make, mutation: Callable[[], None], layout: str, strategy: str, tensor: str
 ) -> None:
-    (verdict,) = prover_of_experts(Broken(mutation.__name__)).prove([Layout.parse(layout)]).verdicts
+    nodes = (
+        {"cluster__on": f"{Layout.parse(layout).world}x1xcpu"}
+        if mutation is dropped_on_its_way_inside
+        else {}
+    )
+    (verdict,) = prover_of_experts(Broken(mutation.__name__), **nodes).prove([Layout.parse(layout)]).verdicts
     assert not verdict.ok
     assert strategy in verdict.strategy.split(", "), (verdict.strategy, verdict.reason)
     first = verdict.differing[0]
@@ -276,6 +320,30 @@ def test_traffic_is_to_the_byte_what_is_predicted(family: str, layout: str, reci
     # Where a forward pass is repeated, tokens that travel beside shared experts are not in the ledger.
     near = 0.015 if asked.layout.recompute == "none" else 0.03
     assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=near)
+
+
+# The same across nodes: traffic over both links. Names are families, layouts, and nodes of devices.
+ON_NODES_TWINS = [
+    ("qwen3_moe", "dp=4,ep=4", "2x2xcpu", {}),
+    ("qwen3_moe", "dp=4,ep=4,recompute=full", "4x1xcpu", {}),
+    ("deepseek_v3", "fsdp=4,ep=4,micro=1", "2x2xcpu", {"batch": 8}),
+    ("deepseek_v3", "fsdp=4,zero=1,tp=2,ep=4", "2x4xcpu", {"router_aux": 0.1}),
+    ("qwen3_moe", "fsdp=4,tp=2,ep=4,recompute=full", "4x2xcpu", {}),
+    ("qwen3_moe", "fsdp=4,pp=2,ep=4,micro=1", "4x2xcpu", {"batch": 8}),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "nodes", "recipe"), thinned(ON_NODES_TWINS, 2), ids=str)
+def test_as_is_traffic_across_nodes(family: str, layout: str, nodes: str, recipe: dict[str, Any]) -> None:
+    asked = replace(ask(layout, SHAPES[family], precision="bf16", **recipe), cluster=find(nodes))
+    found = dryrun(asked, first_rank(asked.layout, asked.layout.pp - 1))
+    assert found.traffic == found.predicted_traffic
+    names = {one.group for one in found.traffic if one.op == "all_to_all"}
+    assert (
+        names == {one.name for one in asked.expert_nodes if one.size > 1}
+        and asked.expert_nodes.across.size > 1
+    )
+    assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.03)
 
 
 def test_the_page_has_what_is_predicted() -> None:

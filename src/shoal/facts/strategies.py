@@ -86,7 +86,7 @@ STRATEGIES = (
         "ep",
         file="parallel/experts.py",
         memory="activations",
-        made_in=("parallel/experts.py",),
+        made_in=("parallel/dispatch.py", "parallel/dispatch_by_node.py", "parallel/token_exchange.py"),
         strict=False,
         exposed=("expert all-to-all", "a smaller ep"),
     ),

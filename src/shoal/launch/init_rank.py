@@ -63,7 +63,7 @@ def init_rank(
         dist.init_process_group(
             backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout
         )
-    return Mesh(job.layout, rank, device, store, timeout, nodes=nodes)
+    return Mesh(job.layout, rank, device, store, timeout, nodes=nodes, domain=job.cluster.apart)
 
 
 def name_interface(named: str | None) -> None:

@@ -32,9 +32,13 @@ class Order(NamedTuple):
     back: Tensor  # int64 [T·k]: where each of the unsorted ones is
     ends: Tensor  # int32 [experts]: where each expert's tokens end
 
+    def first(self, number: int) -> Order:
+        """Without what was sorted behind them, for it is not there: ``back`` tells of that a place past the end."""
+        return self._replace(place=self.place[:number].clone())
+
 
 def by_expert(chosen: Tensor, experts: int) -> Order:
-    """``chosen``: of each token, or of each of its copies, the expert, in one dimension."""
+    """``chosen``: of each token, or of each of its copies, the expert, in one dimension; ``experts``: none of them."""
     # In 16 bits, which a GPU sorts in half the time of 64.
     ordered, place = chosen.to(torch.int16).sort(stable=True)
     back = torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
@@ -48,21 +52,38 @@ class Compute(Protocol):
     def __call__(self, tokens: Tensor, ends: Tensor) -> Tensor: ...
 
 
+class Mix(Protocol):
+    """What experts made of sorted tokens, added up: [T, hidden]."""
+
+    def __call__(self, results: Tensor, weights: Tensor, order: Order) -> Tensor: ...
+
+
+class Routed(NamedTuple):
+    """Tokens with their routing, all that are here."""
+
+    x: Tensor  # [B, T, hidden], as experts that every token uses read them
+    weights: Tensor  # [B·T, active], in the compute dtype
+    chosen: Tensor  # int64 [B·T, active]
+    order: Order  # as ``Travel`` has put them
+
+
 class Sent(Protocol):
     """Tokens on their way to their experts."""
 
-    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
-        """What experts made of them, in the order in which they were sent, as much of each as was sent."""
+    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        """What experts made of them, each with its weight, added up: [T, hidden], as much of each as was sent."""
 
 
 class Travel(Protocol):
     """How tokens reach their experts."""
 
-    def outgoing(self, x: Tensor) -> Tensor:
-        """What is sent of each token [T, hidden]."""
+    def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
+        """What is sent of tokens [T, hidden] with experts [T, active], and its order. Whatever the numbers, of the
+        same shape.
+        """
 
-    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
-        """Begin to send sorted tokens; what arrives is not there before results are asked for."""
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, Sent]:
+        """Begin to send; what arrives is not there before results are asked for."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
         """[T, hidden] of what has come back and was added up."""
@@ -71,11 +92,14 @@ class Travel(Protocol):
 class AllHere:
     """Every expert is on this rank."""
 
-    def outgoing(self, x: Tensor) -> Tensor:
-        return x
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
 
-    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
-        return tokens, Here(ends)
+    def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
+        return spread_by_expert(x, chosen, self.experts)
+
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, Sent]:
+        return tokens, Here(routed.order.ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
@@ -87,8 +111,15 @@ class Here:
     def __init__(self, ends: Tensor) -> None:
         self.ends = ends
 
-    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
-        return compute(arriving, self.ends)
+    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        return mix(compute(arriving, self.ends), weights, order)
+
+
+def spread_by_expert(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Order]:
+    """A copy of each token [T, width] for each of its experts, sorted by these."""
+    order = by_expert(chosen.flatten(), experts)
+    tokens: Tensor = Spread.apply(x, chosen.shape[1], order.place, order.back)
+    return tokens, order
 
 
 class GroupedLinear(nn.Module):
@@ -141,7 +172,7 @@ class RoutedExperts(nn.Module):
         All of it is here because FSDP gathers weights around this function, and knows a repeated forward pass by the
         gradient that has reached its end: nothing behind it may be the first to need what is computed in it.
         """
-        return mix(sent.results(arriving, self.compute), weights, order)
+        return sent.mixed(arriving, self.compute, weights, order, mix)
 
     def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """As ``Compute``."""
@@ -155,14 +186,6 @@ def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:
     return mixed
 
 
-class Routed(NamedTuple):
-    """Tokens with their routing, all that are here."""
-
-    x: Tensor  # [B, T, hidden], as experts that every token uses read them
-    weights: Tensor  # [B·T, active], in the compute dtype
-    order: Order
-
-
 class MixtureOfExperts(nn.Module):
     """A router, the experts that it sends tokens to, and those that every token uses."""
 
@@ -173,28 +196,26 @@ class MixtureOfExperts(nn.Module):
         self.experts = RoutedExperts(model)
         self.count = model.experts.count
         self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
-        self.travel: Travel = AllHere()
+        self.travel: Travel = AllHere(self.count)
         # Where ranks split features: all tokens in, with their routing, and the sum of all ranks' results out.
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         """``positions`` and ``noise`` are for adapters, which experts have none of."""
-        tokens, (x, weights, order) = self.route(x)
-        arriving, sent = self.travel.send(tokens, order.ends)
+        tokens, routed = self.route(x)
+        arriving, sent = self.travel.send(tokens, routed)
         del tokens  # what has left takes no room
         # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
-        shared = None if self.shared_experts is None else self.shared_experts(x)
-        return self.sum(x, self.experts(arriving, sent, weights, order), shared)
+        shared = None if self.shared_experts is None else self.shared_experts(routed.x)
+        return self.sum(routed.x, self.experts(arriving, sent, routed.weights, routed.order), shared)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routed]:
-        """A copy of each token for each of its experts, sorted by these."""
+        """Tokens as they leave for their experts."""
         x, routing = self.enter(x, self.gate(x))
         weights, chosen = (part.flatten(0, 1) for part in routing)
-        order = by_expert(chosen.flatten(), self.count)
-        outgoing = self.travel.outgoing(x.flatten(0, 1))
-        tokens: Tensor = _Spread.apply(outgoing, chosen.shape[1], order.place, order.back)
-        return tokens, Routed(x, weights.to(x.dtype), order)
+        tokens, order = self.travel.leaving(x.flatten(0, 1), chosen)
+        return tokens, Routed(x, weights.to(x.dtype), chosen, order)
 
     def sum(self, x: Tensor, mixed: Tensor, shared: Tensor | None) -> Tensor:
         """What routed experts made of tokens x, and what the experts that every token uses did."""
@@ -210,8 +231,11 @@ def _as_it_is(mixed: Tensor) -> Tensor:
     return mixed
 
 
-class _Spread(torch.autograd.Function):
-    """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: the sum of them."""
+class Spread(torch.autograd.Function):
+    """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: the sum of them.
+
+    There are fewer copies where ``place`` has fewer.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
@@ -239,8 +263,15 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         results, weights, place, back = ctx.saved_tensors
         spread = gradient.index_select(0, place // weights.shape[1])
-        of_weights = (results * spread).sum(-1).index_select(0, back).view_as(weights)
+        of_weights = _values_at((results * spread).sum(-1), back).view_as(weights)
         return spread.mul_(weights.flatten().index_select(0, place)[:, None]), of_weights, None, None
+
+
+def _values_at(values: Tensor, places: Tensor) -> Tensor:
+    """0 at places past the end."""
+    if len(values) < len(places):
+        return nn.functional.pad(values, (0, 1)).index_select(0, places.clamp(max=len(values)))
+    return values.index_select(0, places)
 
 
 class Permute(torch.autograd.Function):

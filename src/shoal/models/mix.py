@@ -23,18 +23,21 @@ MixKernel = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 def mix_rows(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     """[T, width] of results [T·copies, width] that lie in any order; ``back`` tells where each token's are.
 
+    There may be fewer results: of those that are not there ``back`` tells a place past the end, and they add nothing.
     ``weights``: [T, copies]; None: of one each.
     """
     kernel = in_triton(_compiled) if results.is_cuda and results.dtype != torch.float64 else None
     if kernel is not None:
         return kernel(results, back, copies, weights)
+    if (there := results.shape[0]) < back.shape[0]:
+        results, back = torch.cat([results, results.new_zeros(1, results.shape[1])]), back.clamp(max=there)
     apart = results.index_select(0, back).unflatten(0, (-1, copies))
     return (apart if weights is None else apart.mul_(weights[..., None])).sum(1)
 
 
 @mix_rows.register_fake
 def _empty(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
-    return results.new_empty(results.shape[0] // copies, results.shape[1])
+    return results.new_empty(back.shape[0] // copies, results.shape[1])
 
 
 def _compiled(triton: Any, tl: Any) -> MixKernel:
@@ -44,6 +47,7 @@ def _compiled(triton: Any, tl: Any) -> MixKernel:
         weights,
         back,
         mixed,
+        there,
         width,
         copies: tl.constexpr,
         features: tl.constexpr,
@@ -55,7 +59,7 @@ def _compiled(triton: Any, tl: Any) -> MixKernel:
         total = tl.zeros((features,), tl.float32)
         for number in range(copies):
             row = tl.load(back + token * copies + number)
-            values = tl.load(results + row * width + feature, here, 0.0).to(tl.float32)
+            values = tl.load(results + row * width + feature, here & (row < there), 0.0).to(tl.float32)
             if weighted:
                 values *= tl.load(weights + token * copies + number).to(tl.float32)
             total += values
@@ -63,13 +67,14 @@ def _compiled(triton: Any, tl: Any) -> MixKernel:
 
     def run(results: Tensor, back: Tensor, copies: int, weights: Tensor | None) -> Tensor:
         width, features = results.shape[1], triton.next_power_of_2(results.shape[1])
-        mixed = results.new_empty(results.shape[0] // copies, width)
+        mixed = results.new_empty(back.shape[0] // copies, width)
         weighted = weights is not None
         weights = weights.contiguous() if weights is not None else results
         if mixed.numel():
             mix_token[(mixed.shape[0],)](
-                results.contiguous(), weights, back, mixed, width, copies, features, weighted, num_warps=WARPS
-            )
+                results.contiguous(), weights, back, mixed, results.shape[0], width, copies, features, weighted,
+                num_warps=WARPS,
+            )  # fmt: skip
         return mixed
 
     return run

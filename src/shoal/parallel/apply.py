@@ -128,7 +128,7 @@ def apply(
     # Experts: keep this rank's routed experts, and exchange tokens with the ranks of the others.
     if layout.ep > 1:
         for segment in segments:
-            experts.split(segment.network, mesh)
+            experts.split(segment.network, model, mesh)
 
     memory = HostMemory(mesh.device)
     if files is None and any(part.nvme for part in layout.offload):

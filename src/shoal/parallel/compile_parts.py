@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.facts.layout import Recompute
 from shoal.models.decoder import Block
 from shoal.models.documents import Documents
-from shoal.models.experts import AllHere, MixtureOfExperts, Order, RoutedExperts, Sent, mix
+from shoal.models.experts import AllHere, MixtureOfExperts, Order, Routed, RoutedExperts, Sent, mix
 
 # Runs a function of a module, given first, as a graph; the kind says what it keeps.
 Graph = Callable[..., Any]
@@ -65,11 +65,11 @@ class InParts:
         noise: Tensor | None,
     ) -> Tensor:
         mixture, graph, kind = self.mixture, self.graph, self.kind
-        after, tokens, x, weights, *sorting = graph(
+        after, tokens, x, weights, chosen, *sorting = graph(
             kind, _before, self.block, hidden, rotation, positions, documents, noise
         )
         order = Order(*sorting)
-        arriving, sent = mixture.travel.send(tokens, order.ends)
+        arriving, sent = mixture.travel.send(tokens, Routed(x, weights, chosen, order))
         del tokens
         shared = None
         if mixture.shared_experts is not None:
@@ -87,7 +87,9 @@ class InParts:
     def _experts(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
         if not self.compiled_experts:
             return self.eager_experts(arriving, sent, weights, order)
-        results = sent.results(arriving, self._compute)
+        return sent.mixed(arriving, self._compute, weights, order, self._mix)
+
+    def _mix(self, results: Tensor, weights: Tensor, order: Order) -> Tensor:
         mixed: Tensor = self.graph(self.kind, _mixed, self.mixture.experts, results, weights, *order)
         return mixed
 
@@ -117,8 +119,8 @@ def _before(
 ) -> tuple[Tensor, ...]:
     assert isinstance(block.mlp, MixtureOfExperts)
     after, read = block.attended(hidden, rotation, positions, documents, noise)
-    tokens, (x, weights, order) = block.mlp.route(read)
-    return after, tokens, x, weights, *order
+    tokens, (x, weights, chosen, order) = block.mlp.route(read)
+    return after, tokens, x, weights, chosen, *order
 
 
 def _mixed(experts: RoutedExperts, results: Tensor, weights: Tensor, *order: Tensor) -> Tensor:

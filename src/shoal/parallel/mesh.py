@@ -34,15 +34,18 @@ class Mesh:
         timeout: timedelta | None = None,
         transport: str | None = None,
         nodes: int = 1,
+        domain: int | None = None,
     ) -> None:
         """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell.
 
         ``nodes``: how many machines the ranks are on, as many on each, in the order of their ranks.
+        ``domain``: how many ranks fast links join, in that order; None: all.
         """
         self.layout = layout
         self.rank = rank
         self.world = layout.world
         self.nodes = nodes
+        self.domain = domain
         self.timeout = timeout
         self.device = device
         self.coords = coordinates(rank, layout)

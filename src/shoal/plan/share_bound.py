@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Recompute, Schedule, accumulation, divisors
+from shoal.facts.layout.expert_nodes import EXCHANGES
 from shoal.facts.precision import compute_width
 from shoal.plan.space import (
     ModelSplit,
@@ -291,7 +292,9 @@ class ShareBound:
         within = sum(self._seconds(workload, call) for call in tensor.calls(workload, each))
         within *= body.layers / each.layers
         routed = sum(
-            self._seconds(workload, call) for call in expert.tokens(workload, body) if call.group != "ep"
+            self._seconds(workload, call)
+            for call in expert.tokens(workload, body)
+            if call.group not in EXCHANGES
         )
         seconds, computed, forwards, backwards = [0.0, 0.0], [0.0, 0.0], [0.0], [0.0]
         for part in self._parts(split, share, held, compiled):
@@ -299,7 +302,8 @@ class ShareBound:
             one = self.on.layer(part)
             shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
             if place:
-                routed += sum(experts.waits(workload, self.on, body, part).values())
+                waits = experts.waits(workload, self.on, body, part).values()
+                routed += sum(sum(by_pass.values()) for by_pass in waits)
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.frozen else one.weight) + again
             computed[place] = one.forward + backward

@@ -11,7 +11,9 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.compilation import compilation
 from shoal.facts.config import Lora, TuneSection
+from shoal.facts.expert_load import crossing
 from shoal.facts.layout import Layout
+from shoal.facts.layout.expert_nodes import ExpertNodes, expert_nodes
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import ParameterGroup, RankGroup, communicators, parameter_groups
 from shoal.facts.model import Model
@@ -85,8 +87,23 @@ class Workload:
         return parameter_groups(self.layout, self.model.experts is not None, self.lora is not None)
 
     @cached_property
+    def expert_nodes(self) -> ExpertNodes:
+        """How tokens travel to their experts; nodes play no part in stacks that send each copy straight to its rank."""
+        domain = self.cluster.apart if self.stack.sends_once else None
+        return expert_nodes(self.layout, domain, self.model.experts.active if self.model.experts else 1)
+
+    @cached_property
+    def crossing(self) -> int:
+        """Tokens of a micro-batch that leave for nodes of their experts, and as many that come; 0: all are on one."""
+        nodes = self.expert_nodes.across.size
+        return crossing(self.model.experts, self.tokens, nodes) if self.model.experts and nodes > 1 else 0
+
+    @cached_property
     def _communicators(self) -> dict[str, RankGroup]:
-        return communicators(self.layout, self.model.kv_heads)
+        found = communicators(self.layout, self.model.kv_heads)
+        if self.layout.ep > 1:
+            found = {**found, **{one.name: one for one in self.expert_nodes}}
+        return found
 
     def ranks_of(self, group: str) -> RankGroup:
         """The ranks of a call's group; all of them where it has no name of its own."""

@@ -6,21 +6,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
+from shoal.facts.expert_load import crossing
+from shoal.facts.layout.expert_nodes import Split
 from shoal.models import experts
-from shoal.parallel import experts as experts_of_ranks
+from shoal.parallel import dispatch, dispatch_by_node
 
 
 @contextmanager
 def balanced() -> Iterator[None]:
     """Every expert and every rank is sent as many tokens as the others; as ``predict`` prices them."""
-    with patch.object(experts, "on_host", evenly), patch.object(experts_of_ranks, "on_host", evenly):
+    with (
+        patch.object(experts, "on_host", evenly),
+        patch.object(dispatch, "on_host", evenly),
+        patch.object(dispatch_by_node, "counts_on_host", evenly_by_node),
+    ):
         yield
 
 
 def evenly(counts: Tensor, rows: int) -> list[list[int]]:
     """As ``models.experts.on_host``; the first ones have what does not divide."""
     ways, parts = counts.shape
+    return [_divided(rows, parts)] * ways
+
+
+def evenly_by_node(counts: Tensor, lengths: list[int], split: Split, chosen: torch.Size) -> list[list[int]]:
+    """As ``dispatch_by_node.counts_on_host``."""
+    tokens, active = chosen
+    rows = crossing(split.experts, tokens, split.nodes), tokens * active
+    return [_divided(rows[number // 2], parts) for number, parts in enumerate(lengths)]
+
+
+def _divided(rows: int, parts: int) -> list[int]:
     each, more = divmod(rows, parts)
-    return [[each + (number < more) for number in range(parts)]] * ways
+    return [each + (number < more) for number in range(parts)]

@@ -96,7 +96,8 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     workload = eager(workload)
     began = time.perf_counter()
     on_cpu = workload.cluster.device.name == "cpu"
-    with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
+    domain = workload.cluster.apart
+    with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl", domain) as mesh:
         network = blueprint(workload.network, workload.recipe)
         with without_data(), balanced(), pinned(workload) as kernels:
             step = assemble(network, workload.recipe, workload.tune, mesh, _no_values, files=SizesAlone())

@@ -31,11 +31,11 @@ from shoal.train import adamw, blockwise_adamw, rounded_sgd, rounding
 
 
 @contextmanager
-def fake_rank(layout: Layout, rank: int, transport: str) -> Iterator[Mesh]:
+def fake_rank(layout: Layout, rank: int, transport: str, domain: int | None = None) -> Iterator[Mesh]:
     """This process as one rank of a layout's world, which talks as if over ``transport``."""
     if layout.world > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.world)
-    mesh = Mesh(layout, rank, torch.device("cpu"), transport=transport)
+    mesh = Mesh(layout, rank, torch.device("cpu"), transport=transport, domain=domain)
     try:
         # A message that is never sent never completes; its waiter must be told that it has.
         with patch.object(dist.Work, "is_completed", lambda work: True):

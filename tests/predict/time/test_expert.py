@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from shoal.facts import expert_load
@@ -25,7 +23,11 @@ SHARE = LayerShare(4096, 4096.0, 1, 4096, 1, 64, experts=True)
 def waited(model: Model, layout: str = "fsdp=64,ep=64,micro=1") -> dict[str, float]:
     workload = Workload(model, find("64xH100"), Recipe(seq=4096, batch=64), Layout.parse(layout))
     here = rank_parameters(workload.layout, model, workload.cut_by, 0)
-    return {**expert.waits(workload, cost_model(workload), here, SHARE)}
+    found: dict[str, float] = {}
+    for ways in expert.waits(workload, cost_model(workload), here, SHARE).values():
+        for way, seconds in ways.items():
+            found[way] = found.get(way, 0.0) + seconds
+    return found
 
 
 def test_the_busiest_rank_sets_the_pace() -> None:
@@ -33,7 +35,7 @@ def test_the_busiest_rank_sets_the_pace() -> None:
     even = 4096 * 8 // 4
     assert experts == 4 and rows == pytest.approx(expert_load.BUSIEST * even, abs=1)
     # A rank that has all experts has all their tokens, however these are spread.
-    *_, (rows, _, _, experts) = products(DEEPSEEK, replace(SHARE, ep=1))
+    *_, (rows, _, _, experts) = products(DEEPSEEK, SHARE._replace(ep=1))
     assert (rows, experts) == (4096 * 8 // 256, 256)
 
 

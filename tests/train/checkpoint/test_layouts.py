@@ -49,7 +49,7 @@ LAYOUTS = [
 def _placed(layout: str, rank: int, model: str, filled: bool) -> State:
     """A rank's state. ``filled``: every value is a hash of its name and place in the whole, whichever rank has it."""
     shape = small(model)
-    mesh = Mesh(Layout.parse(layout), rank, torch.device("cpu"))
+    mesh = Mesh(Layout.parse(layout), rank, torch.device("cpu"), domain=RANKS_OF_A_NODE.get(layout))
     first = partial(fill, model=shape, seed=0) if filled else no_weights
     placed = apply(build(shape), mesh, TuneSection(bucket_mb=0.01), first, seq=8)
     optimizer = optimizers.build(placed.gradients.pieces, Recipe())
@@ -108,7 +108,9 @@ WITH_EXPERTS = [
     "dp=2,fsdp=2,zero=1,ep=4",
     "dp=2,tp=2,ep=2",
     "dp=2,pp=2,ep=2",
+    "fsdp=4,ep=4",
 ]
+RANKS_OF_A_NODE = {"fsdp=4,ep=4": 2}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ class Cluster(Hardware):
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
+    @property
+    def domain(self) -> int:
+        """Devices that reach one another without the network."""
+        return max(self.fast_domain, self.devices_per_node)
+
+    @property
+    def apart(self) -> int | None:
+        """The same where some do not; None where all do."""
+        return self.domain if self.domain < self.devices else None
+
     def __str__(self) -> str:
         """The shortest notation that parses back to this cluster; its name where only that does."""
         device = self.device

@@ -73,7 +73,9 @@ class Stack:
         False  # updated weights, of ``zero`` 1 and 2, while the next step's forward pass goes on
     )
 
-    sends_once: bool = False  # a token to a node, however many of its experts are there
+    sends_once: bool = False  # a token to a node, however many of its experts are there, and on from there
+
+    passes_on: bool = False  # what has come to a node, while the rest is still on its way
 
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
@@ -96,6 +98,7 @@ SHOAL = Stack(
     adds_products=True,
     narrow_gradients=True,
     kernel="fused",
+    sends_once=True,
     host=0.3e-3,
     fusion=2.2,
     overlap=0.7,
@@ -197,6 +200,7 @@ DEEPSEEK = Stack(
     ring="fused",
     merges="fused",
     sends_once=True,
+    passes_on=True,
     host=0.3e-3,
     fusion=1.0,
     overlap=0.87,

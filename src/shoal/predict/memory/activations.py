@@ -45,6 +45,7 @@ class RoutedTokens(NamedTuple):
     whole: float = 0.0  # as experts read them
     sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
     shared: float = 0.0  # what is kept of experts that every token uses
+    crossed: float = 0.0  # tokens that have come from other nodes, each once
 
 
 @lru_cache(maxsize=65536)
@@ -245,12 +246,19 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     inner = copies * even_share(found.ffn, work.tp) + of_shared
     # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
     whole = float(c * model.hidden * copies)
-    routed = RoutedTokens(whole, whole / work.tp if work.ep > 1 else whole, float(tensors * c * of_shared))
+    sent = whole / work.tp if work.ep > 1 else whole
+    crossed = c * (model.hidden / work.tp + 2 * found.active) * work.crossed
+    routed = RoutedTokens(whole, sent, float(tensors * c * of_shared), crossed)
     # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
     # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
     chosen = work.wide if found.normalized else 0
     scores = (work.wide * found.count + chosen + (chosen + 8) * found.active) * work.stream
-    scores += (c + (32 if work.ep > 1 else 16)) * copies
+    if work.nodes == 1:
+        scores += (c + (32 if work.ep > 1 else 16)) * copies
+    else:
+        # By node, and of what has come by expert; there, of each of its experts, the weight and the place.
+        scores += (16 + (16 if work.ep > work.nodes else 0)) * copies
+        scores += (8 + (8 + c) * found.active) * work.crossed
     return inner, tensors * c * inner + routed.whole + routed.sent + scores, routed
 
 
@@ -295,22 +303,23 @@ def _mixing(
     read = work.compute * model.hidden * work.tokens
     before = parts.all + stream
     if routed.sent < routed.whole:
-        return before + max(read / work.tp + 2 * routed.sent, 2 * routed.whole)
-    return before + gathered + 2 * routed.sent
+        return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
+    return before + gathered + 2 * routed.sent + routed.crossed
 
 
 def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
     """The forward pass where tensor ranks have sent features, as the experts' results are summed over them.
 
-    Beside tokens as they came and the sum: the results, and a copy of them in the order of ranks. All of the block's
-    tokens are still there, its input, what attention made of it and their sum. 0: that is not what is done.
+    Beside tokens as they came, from other nodes and inside, and the sum: the results, and a copy of them in the order
+    of ranks. All of the block's tokens are still there, its input, what attention made of it and their sum. 0: that is
+    not what is done.
     """
     if routed.sent == routed.whole:
         return 0.0
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
-    return parts.all + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent
+    return parts.all + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent + routed.crossed
 
 
 def _working(

@@ -60,6 +60,8 @@ class BlockWorkload:
     compiled: bool = False
     fp8: bool = False
     ep: int = 1  # ranks that share experts
+    nodes: int = 1  # that these are on
+    crossed: int = 0  # tokens that come from there to a rank that passes them on
     trained: frozenset[str] | None = None  # projections that groups do not freeze; None: all
     norms: bool = True  # whether these are trained
 

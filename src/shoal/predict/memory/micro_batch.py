@@ -72,6 +72,8 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         compiled=workload.compiled,
         fp8=recipe.precision == "fp8",
         ep=layout.ep,
+        nodes=workload.expert_nodes.across.size,
+        crossed=workload.crossing,
     )
     handed_on = hold.gradient
     if sharded:

@@ -33,7 +33,7 @@ class Links:
         host = cluster.device.host_link.bandwidth * (1.0 if cluster.device.peer_access else THROUGH_HOST)
         # A fast link that joins a part of a node, such as a bridge between two cards, serves groups within it; others
         # of the node meet over the host's link.
-        self.domain = max(cluster.fast_domain, cluster.devices_per_node)
+        self.domain = cluster.domain
         self.joined = cluster.fast_domain if cluster.fast else 1
         # Of one device, to its neighbours; of all devices of a domain together, out of it.
         self.fast = rates.fast.reached(cluster.fast.bandwidth if cluster.fast else host)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
+from shoal.facts.layout.expert_nodes import EXCHANGES
 from shoal.facts.layout.parameter_groups import DENSE, RankGroup
 from shoal.facts.model import Model
 from shoal.facts.optimizers import ITERATIONS
@@ -162,8 +163,9 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
     waits = context.waits(workload, on, here, _share(workload, on, here.dense == 0))
     for way, seconds in waits.items():
         spent[way]["cp"] = seconds
-    for way, seconds in expert.waits(workload, on, here, _share(workload, on, True)).items():
-        spent[way]["ep"] = seconds
+    for group, ways in expert.waits(workload, on, here, _share(workload, on, True)).items():
+        for way, seconds in ways.items():
+            spent[way][group] = seconds
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
     host = hosts.of_layer(on, layout.recompute, workload.compiled, _turns(layout))
@@ -278,7 +280,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
     times = workload.accumulation
     each_time = workload.layout.pp == 1
     for call in calls(workload, stage):
-        if call.phase in ("message", "control") or call.group in ("cp", "ep"):
+        if call.phase in ("message", "control") or call.group in ("cp", *EXCHANGES):
             continue  # of context ranks see ``context``, of experts' ``expert``
         ranks = workload.ranks_of(call.group)
         if call.phase in ALWAYS:

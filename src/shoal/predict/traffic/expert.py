@@ -6,6 +6,11 @@ every micro-batch:
 
     ep > 1           all-to-all over ``ep`` of how many tokens come from whom         8 · experts
                      and of tokens to their experts, and of the results back          t · active · hidden / tp · c each
+                     on n nodes, of which a token reaches r in the mean (``facts/expert_load.py``), over ``ep across``
+                     of numbers, tokens and results                                   8 · (experts + n),
+                                                                       r · t · (hidden / tp + 2 · active) · c, and
+                                                                                      r · t · hidden / tp · c
+                     and over ``ep inside`` as over ``ep``, of the node's experts     8 · experts / n, the same twice
     and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
                      experts made of it
     tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
@@ -27,6 +32,7 @@ from collections.abc import Iterator, Sequence
 
 from shoal.facts.layout.buckets import Unit, even_share, units
 from shoal.facts.layout.parameter_groups import EXPERTS
+from shoal.facts.model import Experts
 from shoal.facts.precision import compute_width, gradient_width
 from shoal.predict.collective_call import CollectiveCall, Phase
 from shoal.predict.rank_parameters import (
@@ -93,11 +99,33 @@ def _forward(workload: Workload) -> Iterator[_Part]:
         yield "all_gather", "tp", weights, 1, "forward"
         yield "all_gather", "tp", workload.tokens * experts.active * 8, 1, "forward"
     if layout.ep > 1:
-        yield "all_to_all", "ep", 8 * experts.count, 1, "forward"
-        yield "all_to_all", "ep", copies // layout.tp, 2, "forward"
+        yield from _counts(workload, experts)
+        yield from _travelling(workload, experts, "forward")
         if layout.tp > 1:
             yield "all_gather", "tp", copies, 1, "forward"
             yield "reduce_scatter", "tp", copies, 1, "forward"
+
+
+def _counts(workload: Workload, experts: Experts) -> Iterator[_Part]:
+    """How many tokens come."""
+    across, inside = workload.expert_nodes
+    nodes = across.size
+    if nodes > 1:
+        yield "all_to_all", across.name, 8 * (experts.count + nodes), 1, "forward"
+    if inside.size > 1:
+        yield "all_to_all", inside.name, 8 * experts.count // nodes, 1, "forward"
+
+
+def _travelling(workload: Workload, experts: Experts, phase: Phase) -> Iterator[_Part]:
+    """Tokens, and what experts made of them; or the gradients of both."""
+    (across, inside), tp = workload.expert_nodes, workload.layout.tp
+    compute = compute_width(workload.recipe)
+    if across.size > 1:
+        rows, width = workload.crossing, workload.model.hidden // tp
+        yield "all_to_all", across.name, rows * (width + 2 * experts.active) * compute, 1, phase
+        yield "all_to_all", across.name, rows * width * compute, 1, phase
+    if inside.size > 1:
+        yield "all_to_all", inside.name, _sizes(workload)[0] // tp, 2, phase
 
 
 def _backward(workload: Workload) -> Iterator[_Part]:
@@ -106,7 +134,8 @@ def _backward(workload: Workload) -> Iterator[_Part]:
     if layout.tp > 1:
         yield "reduce_scatter" if layout.sp else "all_reduce", "tp", weights, 1, "backward"
     if layout.ep > 1:
-        yield "all_to_all", "ep", copies // layout.tp, 2, "backward"
+        assert workload.model.experts is not None
+        yield from _travelling(workload, workload.model.experts, "backward")
         if layout.tp > 1:
             yield "all_gather", "tp", copies, 1, "backward"
             yield "reduce_scatter", "tp", copies, 1, "backward"

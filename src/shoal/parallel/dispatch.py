@@ -1,0 +1,111 @@
+"""Tokens to the ranks of their experts, a copy for each expert, and the experts' results back.
+
+Tokens, sorted by expert, are thereby sorted by rank. Ranks first tell each other how many come for each expert, then
+send the tokens, and the results go back the same way. No token is dropped, whatever the routing; an expert without
+tokens, or a rank whose experts have none, takes part all the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.models.experts import Compute, Mix, Order, Permute, Routed, by_expert, on_host, spread_by_expert
+from shoal.parallel.tensor_region import Gather, Scatter
+from shoal.parallel.token_exchange import TokenExchange, arrive, depart
+
+
+class Features:
+    """What of each token travels: all of it."""
+
+    def outgoing(self, x: Tensor) -> Tensor:
+        return x
+
+    def incoming(self, mixed: Tensor) -> Tensor:
+        return mixed
+
+    def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        return compute(tokens, ends)
+
+
+class SplitFeatures(Features):
+    """Where each rank of a tensor group, which has all of its tokens, sends some features of each."""
+
+    def __init__(self, tensor: dist.ProcessGroup, tp: int, index: int) -> None:
+        self.tensor, self.tp, self.index = tensor, tp, index
+
+    def outgoing(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.tp, -1))[..., self.index, :]
+
+    def incoming(self, mixed: Tensor) -> Tensor:
+        """All features, of which the others are zero: what leaves the block is the sum over the tensor group."""
+        width = mixed.shape[-1]
+        return nn.functional.pad(mixed, (self.index * width, (self.tp - 1 - self.index) * width))
+
+    def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        # What is gathered has another order: under no name, so that experts read the one copy that there is.
+        whole = Gather.apply(tokens[:, None], self.tensor, self.tp).flatten(1)
+        partial = compute(whole, ends).unflatten(1, (self.tp, -1))
+        part: Tensor = Scatter.apply(partial, self.tensor, self.tp)
+        return part[:, 0]
+
+
+class Dispatch:
+    """Sends a copy of a token to each of its experts."""
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: int, experts: int, features: Features) -> None:
+        """``group``: None where a rank is alone on its node, and there is none to send to."""
+        self.group, self.ranks, self.experts, self.features = group, ranks, experts, features
+
+    def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
+        return spread_by_expert(self.features.outgoing(x), chosen, self.experts)
+
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, SentTokens]:
+        # By rank, and of each rank by expert: how many tokens go there, and how many come from there.
+        ends = routed.order.ends.long()
+        going = torch.diff(ends, prepend=ends.new_zeros(1)).view(self.ranks, -1)
+        coming = self.told(going)
+        sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
+        exchange = TokenExchange(sent, received, self.group)
+        return depart(tokens, exchange), SentTokens(self, exchange, coming)
+
+    def told(self, going: Tensor) -> Tensor:
+        """What each rank says to this one, of what each says to every other."""
+        coming = torch.empty_like(going)
+        dist.all_to_all_single(coming, going, group=self.group)
+        return coming
+
+    def incoming(self, mixed: Tensor) -> Tensor:
+        return self.features.incoming(mixed)
+
+
+class SentTokens:
+    """Tokens on their way to the ranks of their experts."""
+
+    def __init__(self, dispatch: Dispatch, exchange: TokenExchange, coming: Tensor) -> None:
+        """``coming``: how many from each rank for each expert here."""
+        self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
+
+    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        return mix(self.results(arriving, compute), weights, order)
+
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        """What experts made of them, in the order in which they were sent."""
+        sent, received = self.exchange.sent, self.exchange.received
+        arrived = arrive(arriving, self.exchange)
+        del arriving
+        # What arrives is in order of the ranks that it comes from; experts want each its own.
+        count = self.coming.shape[1]
+        numbers = torch.arange(count, device=self.coming.device).repeat(self.dispatch.ranks)
+        whose = numbers.repeat_interleave(self.coming.flatten(), output_size=sum(received))
+        order = by_expert(whose, experts=count)
+        here: Tensor = Permute.apply(arrived, order.place, order.back)
+        del arrived
+        exchange = TokenExchange(received, sent, self.dispatch.group)
+        computed = self.dispatch.features.computed
+        # Under no name, so that nothing on the way takes room for longer than it has to.
+        return arrive(
+            depart(Permute.apply(computed(compute, here, order.ends), order.back, order.place), exchange),
+            exchange,
+        )
