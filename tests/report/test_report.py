@@ -93,7 +93,7 @@ def test_a_report_shows_all_that_a_run_directory_holds(tmp_path: Path) -> None:
     assert names == ["training loss", "validation: books", "validation: code"]
     for words in (
         "finished", "Memory ledger", "Timeline of a step", "By link", "Load by expert", "Mix", "no field 'text'",
-        "What it writes", "torch 2.13.0", "config.toml, complete", "rank 1 failed", "pp=2 → pp=2,micro=1",
+        "Generated text", "torch 2.13.0", "config.toml, complete", "rank 1 failed", "pp=2 → pp=2,micro=1",
     ):  # fmt: skip
         assert words in found.text, words
     assert found.fetched == [] and found.handlers == []
