@@ -173,6 +173,18 @@ def test_a_terminal_shows_it_once_a_second(tmp_path: Path, monkeypatch: pytest.M
         assert "step      2/300  running, 11 s" in out.getvalue()
 
 
+def test_a_colour_is_that_of_its_own_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system="standard")
+    progress = Progress(console, RunDirectory(tmp_path), steps=300)
+    with progress:
+        progress.run.metrics.write_text(json.dumps(ROW) + "\n")
+        progress.poll()
+        progress.say("a validation loss", "green")
+    assert "\x1b[32ma validation loss\x1b[0m" in out.getvalue()
+    assert "loss 5.5000" in out.getvalue() and "\x1b[32mstep" not in out.getvalue()
+
+
 def test_a_record_of_an_earlier_launcher_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

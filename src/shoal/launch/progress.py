@@ -93,7 +93,8 @@ class Progress:
 
     def say(self, text: str, style: str = "") -> None:
         """``style``: where the terminal has colours."""
-        self.console.print(redact(text), style=style or None, markup=False, highlight=False, soft_wrap=True)
+        # A style of ``print`` itself would colour the live line too.
+        self.console.print(Text(redact(text), style=style), highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
         if self.quiet:
