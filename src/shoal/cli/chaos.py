@@ -23,7 +23,7 @@ def chaos(
     faults: int = 40,
     seed: int = 0,
     layouts: str = "dp=1;dp=2;dp=2,fsdp=2",
-    kinds: Annotated[str, Parameter(show_default=False)] = "",
+    kinds: str = "",
     nodes: int = 1,
     strict: bool = True,
     run: Path = Path("runs/chaos"),

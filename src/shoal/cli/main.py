@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from shoal import __version__
 from shoal.cli.show import print_problems
@@ -19,8 +19,15 @@ from shoal.launch.report import BAD_INPUT, FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, interrupt, interrupts, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 
+
+def _default(value: object) -> str | None:
+    """What help says of a default; nothing where there is none, and of a flag that is off."""
+    return None if value is None or value is False or value == "" else str(value)
+
+
 app = App(
     name="shoal",
+    default_parameter=Parameter(show_default=_default),
     help="Many GPUs, one training run: plan, prove, run and recover distributed training.",
     version=__version__,
     help_format="plaintext",
