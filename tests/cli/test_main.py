@@ -139,6 +139,9 @@ def test_help_is_grouped_and_fits_eighty_columns(capsys: Capture, monkeypatch: p
         assert all(len(f"│ {'':{longest}}  {does} │") <= 80 for _, _, does in listed)
     _, out, _ = shoal_(capsys, "plan", "--help")
     assert max(map(len, out.splitlines())) <= 80
+    # Defaults that say something.
+    assert "[default: 10]" in out and "[default: fp32]" in out
+    assert "default: False" not in out and "default: None" not in out
 
 
 def test_paragraphs_are_broken_by_the_terminal_alone() -> None:

@@ -116,7 +116,7 @@ def test_a_first_step_that_takes_an_hour_is_seen_to_run_and_does_not_flood(
             progress.poll()
             clock.now += 1
         lines = out.getvalue().splitlines()
-        assert lines[0] == "step      1/300  running for 0m 11s (predicted: 59m 00s)"
+        assert lines[0] == "step      1/300  running, 11 s (predicted: 59m 00s)"
         assert 6 <= len(lines) <= 15
         progress.run.metrics.write_text(json.dumps(ROW) + "\n")
         flight.enter(STEP, 2)
@@ -125,7 +125,7 @@ def test_a_first_step_that_takes_an_hour_is_seen_to_run_and_does_not_flood(
             clock.now += 1
     rows = out.getvalue().splitlines()[len(lines) :]
     assert sum("loss 5.5000" in row for row in rows) == 1  # a row is said once
-    assert "step      2/300  running for" in rows[1]
+    assert "step      2/300  running, " in rows[1]
     assert len(rows) <= 15
 
 
@@ -155,13 +155,13 @@ def test_a_terminal_shows_it_once_a_second(tmp_path: Path, monkeypatch: pytest.M
     with progress, FlightRecorder(progress.run.flight(0)) as flight:
         clock.now += 2
         progress.poll()
-        assert "starting for 0m 02s" in out.getvalue()
+        assert "starting, 2 s" in out.getvalue()
         flight.enter(FIRST_STEP, 1)
         for _ in range(100):
             clock.now += 0.05
             progress.poll()
-        assert "step      1/300  running for 0m 04s (predicted: 59m 00s)" in out.getvalue()
-        assert out.getvalue().count("running for") <= 6
+        assert "step      1/300  running, 4 s (predicted: 59m 00s)" in out.getvalue()
+        assert out.getvalue().count("running, ") <= 6
         progress.run.metrics.write_text(json.dumps(ROW) + "\n")
         clock.now += 1
         flight.enter(STEP, 2)
@@ -170,7 +170,19 @@ def test_a_terminal_shows_it_once_a_second(tmp_path: Path, monkeypatch: pytest.M
         assert "loss 5.5000" in shown and "step      2" not in shown
         clock.now += 11
         progress.poll()
-        assert "step      2/300  running for 0m 11s" in out.getvalue()
+        assert "step      2/300  running, 11 s" in out.getvalue()
+
+
+def test_a_colour_is_that_of_its_own_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system="standard")
+    progress = Progress(console, RunDirectory(tmp_path), steps=300)
+    with progress:
+        progress.run.metrics.write_text(json.dumps(ROW) + "\n")
+        progress.poll()
+        progress.say("a validation loss", "green")
+    assert "\x1b[32ma validation loss\x1b[0m" in out.getvalue()
+    assert "loss 5.5000" in out.getvalue() and "\x1b[32mstep" not in out.getvalue()
 
 
 def test_a_record_of_an_earlier_launcher_says_nothing(
@@ -182,12 +194,12 @@ def test_a_record_of_an_earlier_launcher_says_nothing(
         progress, _ = display(tmp_path)
         clock.now += 20
         progress.poll()
-        assert progress.waiting(clock.now) == "starting for 0m 20s"
+        assert progress.waiting(clock.now) == "starting, 20 s"
     with FlightRecorder(progress.run.flight(0)) as new:
         new.enter(RESTORE, 0)
         progress.poll()
         clock.now += 5
-        assert progress.waiting(clock.now) == "reading weights for 0m 05s"
+        assert progress.waiting(clock.now) == "reading weights, 5 s"
 
 
 def test_what_takes_long_is_told_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +210,13 @@ def test_what_takes_long_is_told_part_by_part(tmp_path: Path, monkeypatch: pytes
         flight.enter(FIRST_STEP, 1)
         progress.poll()
         clock.now += 40
-        assert "step      1/300  compiling and running for 0m 40s" in progress.waiting(clock.now)
+        assert "step      1/300  compiling and running, 40 s" in progress.waiting(clock.now)
         flight.enter(EVALUATE, 10)
         progress.poll()
         clock.now += 12
         flight.enter(EVALUATE, 10, 3, 16)
         progress.poll()
-        assert progress.waiting(clock.now) == "evaluating 3/16 for 0m 12s"
+        assert progress.waiting(clock.now) == "evaluating 3/16, 12 s"
 
 
 def test_a_line_has_rate_and_norm_and_fits_a_narrow_terminal(tmp_path: Path) -> None:

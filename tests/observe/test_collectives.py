@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.facts.traffic import Traffic, show_ranks
+from shoal.facts.traffic import Traffic, read_ranks, show_ranks
 from shoal.observe.collectives import CollectiveCounter, IssuedCall
 
 Row = tuple[str, str, int, int]
@@ -237,6 +237,7 @@ def test_groups_have_the_names_they_were_given_else_their_ranks() -> None:
 )
 def test_ranks_are_shown_shortly(ranks: list[int], shown: str) -> None:
     assert show_ranks(ranks) == shown
+    assert read_ranks(shown) == list(ranks)
 
 
 def test_one_rank_of_a_large_world_that_does_not_exist() -> None:

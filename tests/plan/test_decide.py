@@ -93,7 +93,7 @@ def test_the_reason_names_what_cannot_be_told_apart_and_what_is_saved() -> None:
     chosen, fastest = found.chosen.plan, found.chosen.fastest
     assert chosen.layout.degrees["fsdp"] == 8 and fastest.layout.pp > 1
     assert fastest.error_bar > fastest.told_apart == 0.1
-    assert "within the 10% below which layouts are not told apart" in found.decision.text
+    assert "within the 10% that predictions cannot tell apart" in found.decision.text
     assert "this one needs no unit, pp, schedule or chunks" in found.decision.text
     assert found.chosen.why in found.decision.text
     document = found.as_json()["chosen"]

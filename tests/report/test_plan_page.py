@@ -78,6 +78,16 @@ def test_the_page_is_one_file_that_fetches_nothing(found: PlanReport, cells: lis
     assert found.decision.text in reader.text and "GPU-hours" in reader.text
 
 
+def test_a_pipelines_messages_are_those_of_its_stages() -> None:
+    answer = plan("llama3.2-1b", "16xH100", seq=2048, batch=64, layout="pp=4,fsdp=4")
+    (own,) = landscape(answer)
+    groups = {one["group"]: one for one in own.content["best"][ANY][0]["axes"]}
+    assert (groups["pp"]["ranks"], groups["pp"]["stride"]) == (4, 4)
+    assert (groups["fsdp"]["ranks"], groups["fsdp"]["stride"]) == (4, 1)
+    held = own.content["best"][ANY][0]
+    assert sum(held["memory"].values()) == held["needs"]  # a bar is as long as the number beside it
+
+
 def test_hostile_names_are_shown(tmp_path: Path) -> None:
     name = "<script>x</script>"
     folder = tmp_path / name.replace("/", "")

@@ -93,7 +93,7 @@ def test_a_report_shows_all_that_a_run_directory_holds(tmp_path: Path) -> None:
     assert names == ["training loss", "validation: books", "validation: code"]
     for words in (
         "finished", "Memory ledger", "Timeline of a step", "By link", "Load by expert", "Mix", "no field 'text'",
-        "What it writes", "torch 2.13.0", "config.toml, complete", "rank 1 failed", "pp=2 → pp=2,micro=1",
+        "Generated text", "torch 2.13.0", "config.toml, complete", "rank 1 failed", "pp=2 → pp=2,micro=1",
     ):  # fmt: skip
         assert words in found.text, words
     assert found.fetched == [] and found.handlers == []
@@ -257,6 +257,19 @@ def test_a_run_names_its_report_in_its_last_lines(tmp_path: Path, capsys: Captur
     assert str(run / "report.html") in "".join(capsys.readouterr()) and (run / "report.html").exists()
     assert answer(Report(code, run, 40, "ended", row, None), True, {}) == code
     assert json.loads(capsys.readouterr().out)["report"] == str(run / "report.html")
+
+
+def test_the_last_lines_name_the_validation_sets(tmp_path: Path, capsys: Capture) -> None:
+    run = made_run(tmp_path / "run")
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    sets = row["validation"]
+    assert answer(Report(0, run, 40, "ended", row, row["heldout_loss"]), False, {}) == 0
+    told = f"validation books {sets['books']:.4f}, code {sets['code']:.4f} (nats/token)"
+    assert told in capsys.readouterr().out
+    assert answer(Report(0, run, 40, "ended", {**row, "heldout_loss": None}, 3.25), False, {}) == 0
+    assert "validation 3.2500 (nats/token)" in capsys.readouterr().out
+    # The tile says which of them it shows.
+    assert "books: lowest" in page_of(run).text
 
 
 def test_a_run_whose_report_cannot_be_written_ends_as_it_did(tmp_path: Path, capsys: Capture) -> None:

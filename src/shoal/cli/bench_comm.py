@@ -69,7 +69,7 @@ def comm(
     sizes
         Bytes of the largest buffer, separated by commas, as in 4K,1M,64M.
     share
-        Let ranks share a GPU. Nothing is stored: such ranks are no measure of a link.
+        Let ranks share a GPU. Nothing is stored, since that does not measure a link.
     show
         ring: a ring all-reduce on send and receive, step by step, in place of measurements.
     store

@@ -124,8 +124,8 @@ def export(
     Example: shoal checkpoint export runs/tiny --to hf tiny-hf --dtype bf16
 
     Weights in safetensors, config.json, generation_config.json, the tokenizer and its chat template. Every byte is
-    checked as it is read; tensors are written one after the other, so it takes little memory. The directory appears
-    when it is whole.
+    checked as it is read; tensors are written one by one, so it takes little memory. The directory appears once it
+    is complete.
 
     Parameters
     ----------
@@ -137,11 +137,11 @@ def export(
         The format: hf (of a run that trained adapters, with these merged into the weights), or peft: the adapters
         alone.
     dtype
-        Of the weights: fp32, bf16, fp16 or fp64; by default as the run keeps them (recipe.states).
+        Precision of the weights; by default as the run keeps them (recipe.states).
     tokenizer
         A tokenizer.json, or bytes; by default the run's own.
     shard_gb
-        The most gigabytes of one weight file.
+        Maximum size of a weight file, in gigabytes.
     ema
         Write the average of the weights that recipe.ema keeps.
     json

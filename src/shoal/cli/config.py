@@ -36,7 +36,7 @@ def show(
     layout
         The parallel layout, as in dp=2, or auto.
     changed
-        Only what is not as it would be in an empty config.
+        Only values that differ from those of an empty config.
     json
         Print one JSON document: {key: {value, origin}}.
     """

@@ -35,8 +35,9 @@ def doctor(
 
     Example: shoal doctor
 
-    With --cluster, every node of a job, from inside it: each is looked at, compared with the others, and measured with
-    up to three of them. What differs or is slow is named, with the nodes to leave out of a launch (--exclude):
+    With --cluster, checks every node of a job, from inside it: inspects each, compares it with the others, and
+    measures its links to up to three of them. Names what differs or is slow, and the nodes to leave out of a launch
+    (--exclude):
 
     srun --ntasks-per-node=1 shoal doctor --cluster --run /shared/runs
 
@@ -56,14 +57,14 @@ def doctor(
     node
         With --cluster: this machine's name; by default Slurm's, or its host name.
     interface
-        With --cluster: the interface that joins the nodes; by default the one towards the first.
+        With --cluster: the interface that joins the nodes; by default the one that leads to the first.
     on
-        With --cluster: what the cluster is, whose links are expected: a name such as 2x8xH100, or a file. By default
+        With --cluster: the cluster whose links to expect: a name such as 2x8xH100, or a file. By default
         the catalogue's links of this machine's devices.
     shared
-        With --cluster: nodes are to share the directory for runs.
+        With --cluster: the nodes must share the directory for runs.
     wait
-        With --cluster: seconds for all nodes to come.
+        With --cluster: seconds to wait for all nodes.
     json
         Print one JSON document.
     """

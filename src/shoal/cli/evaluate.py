@@ -18,7 +18,7 @@ def evaluate(
     *,
     data: Annotated[list[str] | None, Parameter(negative=())] = None,
     tasks: Annotated[list[str] | None, Parameter(negative=())] = None,
-    samples: Annotated[int, Parameter(validator=Number(gte=1, lte=10**12))] = 10**12,
+    samples: Annotated[int, Parameter(validator=Number(gte=1, lte=10**12), show_default=False)] = 10**12,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     layout: str = "dp=1",
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -36,13 +36,13 @@ def evaluate(
     weights
         A run's directory (its newest sound checkpoint), a checkpoint, a Hugging Face model directory or Hub name.
     data
-        NAME=SOURCE, as data.source has it; all of it is used. May be given several times. By default what the run held
-        out of training.
+        NAME=SOURCE, with SOURCE as in data.source; all of it is used. May be given several times. By default what the
+        run held out of training.
     tasks
         A task of lm-eval, by name or as the path of its YAML file; where lm-eval is installed. May be given several
         times.
     samples
-        At most so many samples of each, spread evenly; by default all.
+        At most this many samples of each, spread evenly; by default all.
     set
         Override one value of the run's config, as in recipe.seq=1024. May be given several times.
     layout

@@ -33,8 +33,8 @@ def generate(
 
     Example: shoal generate runs/tiny "def main(" --tokens 100 --temperature 0.5
 
-    In one process, which prints tokens as they come; in ranks of another layout with --layout, such as tp=2 for a model
-    that no device holds. A key/value cache makes each token cost one row. The same seed gives the same text.
+    Runs in one process and prints tokens as they come; --layout, such as tp=2, spreads a model that no device can
+    hold. Keys and values are cached. The same seed gives the same text.
 
     Parameters
     ----------
@@ -43,23 +43,23 @@ def generate(
     prompt
         The text to continue; - reads it from standard input.
     chat
-        Take the prompt as a message, and answer it: through the tokenizer's own chat template.
+        Treat the prompt as a message and answer it, with the tokenizer's chat template.
     system
-        With --chat, a message to the system before it.
+        With --chat, a system message before it.
     tokens
-        The most tokens to write.
+        Maximum number of tokens to write.
     temperature
-        Of the draw; 0 takes the likeliest token each time.
+        Sampling temperature; 0 always takes the likeliest token.
     top_p
-        Draw from the likeliest tokens that together have this probability.
+        Sample from the likeliest tokens that together have this probability.
     top_k
-        Draw from so many of the likeliest tokens; 0: from all.
+        Sample from this many of the likeliest tokens; 0: from all.
     seed
-        Of the draw.
+        Seed for sampling.
     layout
         The parallel layout, as in tp=2.
     precision
-        To compute in; by default bf16 on a GPU, fp32 on a CPU.
+        Compute precision; by default bf16 on a GPU, fp32 on a CPU.
     tokenizer
         A tokenizer.json, or bytes; by default the run's own, or that of the model directory.
     ema

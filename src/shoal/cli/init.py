@@ -29,13 +29,13 @@ def init(
     force: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a commented config that is ready to run: every key with its meaning, and a layout that was planned.
+    """Write a commented config that is ready to run: every key with its meaning, and a planned layout.
 
     Example: shoal init my-run.toml --model llama3-8b --data "corpus/*.jsonl" --on 8xH100
 
     Example: shoal init my-run.toml --from ds_config.json --on 8xH100
 
-    In a terminal it asks for what is not said; elsewhere, without options, it writes every key at its default.
+    In a terminal it asks for whatever you leave out; elsewhere, without options, it writes every key at its default.
 
     Keys that this version does not run are marked.
 
@@ -44,7 +44,7 @@ def init(
     path
         Where to write it.
     model
-        A preset such as llama3-8b, a config.json, or (its weights too) a model directory, a Hub name, a run.
+        A preset such as llama3-8b or a config.json; or, with its weights, a model directory, a Hub name or a run.
     data
         A glob, directory or URL of text, JSONL, Parquet or Arrow files; stdlib is text that every machine has.
     on
@@ -62,7 +62,7 @@ def init(
     gpus
         Number of ranks, if that file does not say and --on is not given.
     yes
-        Ask nothing: what is not said follows from the rest.
+        Ask nothing; derive whatever is missing from the rest.
     force
         Overwrite existing files.
     json

@@ -15,7 +15,7 @@ Json = Annotated[bool, Parameter(negative=())]
 
 
 def status(run: Path, /, *, json: Json = False) -> int:
-    """What the engine says of a run's job, and how far the run has come.
+    """Show what the engine says about a run's job, and the run's progress.
 
     Example: shoal status runs/my-run
 
@@ -75,7 +75,7 @@ def logs(
     lines: int = 50,
     follow: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """What a run's job printed: its launchers, or one of its ranks.
+    """Show what a run's job printed: its launchers, or one of its ranks.
 
     Example: shoal logs runs/my-run --follow
 
@@ -86,9 +86,9 @@ def logs(
     rank
         The log of this rank.
     lines
-        How many lines of the end.
+        How many of the last lines.
     follow
-        Go on until the job is over.
+        Follow it until the job is over.
     """
     from shoal.facts.problem import BadInput
     from shoal.facts.redact import printable
@@ -119,7 +119,7 @@ def logs(
 
 
 def cancel(run: Path, /, *, now: Annotated[bool, Parameter(negative=())] = False, json: Json = False) -> int:
-    """Have a run's job finish its step, commit and end; it does not start again by itself.
+    """Stop a run's job after a step and a commit; it does not restart by itself.
 
     Example: shoal cancel runs/my-run
 
@@ -128,7 +128,7 @@ def cancel(run: Path, /, *, now: Annotated[bool, Parameter(negative=())] = False
     run
         The run directory.
     now
-        End it at once: what came after the last checkpoint is lost.
+        Stop it at once: progress since the last checkpoint is lost.
     json
         Print one JSON document.
     """

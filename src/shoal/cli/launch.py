@@ -45,12 +45,13 @@ def launch(
     bucket: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a run as a job of Slurm, Ray, Kubernetes or SageMaker, or for this machine's background; submit it.
+    """Write a run as a job for Slurm, Ray, Kubernetes or SageMaker, or for the background of this machine; submit
+    it.
 
     Example: shoal launch my-run.toml --to slurm --set cluster.on=2x8xH100 --set cluster.interface=ib0 --submit
 
-    The files go into the folder job of the run directory; --dry-run prints them and writes nothing. --submit asks the
-    engine whether it takes the job (sbatch --test-only), sends it and follows it; Ctrl-C stops following, not the job.
+    The files go into the folder job of the run directory; --dry-run prints them and writes nothing. --submit checks
+    that the engine takes the job (sbatch --test-only), submits it and follows it; Ctrl-C stops following, not the job.
     A job that was stopped or lost a node starts again and continues: docs/clusters.md.
 
     Parameters
@@ -60,7 +61,7 @@ def launch(
     to
         local, slurm, ray, kubernetes or sagemaker.
     dry_run
-        Print the job; write and send nothing.
+        Print the job; write and submit nothing.
     submit
         Send it.
     follow
@@ -70,23 +71,23 @@ def launch(
     layout
         The parallel layout, as in fsdp=16, or auto.
     run
-        The run directory; all nodes have to see it. By default [run] dir and name.
+        The run directory; all nodes must see it. By default [run] dir and name.
     nodes
         How many nodes: a number, or minimum:maximum, to continue with fewer. By default what cluster.on says.
     time
         The time limit: 4:00:00, 2-00:00:00, or minutes.
     warning
-        So many seconds before the limit the run finishes its step and commits. Default 120.
+        How many seconds before the limit the run finishes its step and commits. Default 120.
     restarts
-        How often the job may start again. Default 1000.
+        How many times the job may restart. Default 1000.
     partition
         Slurm's partition.
     account
         Slurm's account.
     exclude
-        Nodes that the engine is not to use, separated by commas: what shoal doctor --cluster names.
+        Nodes to leave out, separated by commas: those that shoal doctor --cluster names.
     cpus
-        Cores of a node.
+        Cores per node.
     image
         A container image: for Slurm with pyxis, Kubernetes and SageMaker.
     mount
@@ -106,7 +107,7 @@ def launch(
     role
         SageMaker's execution role, an ARN.
     bucket
-        Where SageMaker keeps what the job leaves: s3://BUCKET/PREFIX.
+        Where SageMaker keeps the job's output: s3://BUCKET/PREFIX.
     json
         Print one JSON document.
     """

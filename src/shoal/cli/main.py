@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from shoal import __version__
 from shoal.cli.show import print_problems
@@ -19,8 +19,15 @@ from shoal.launch.report import BAD_INPUT, FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, interrupt, interrupts, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 
+
+def _default(value: object) -> str | None:
+    """What help says of a default; nothing where there is none, and of a flag that is off."""
+    return None if value is None or value is False or value == "" else str(value)
+
+
 app = App(
     name="shoal",
+    default_parameter=Parameter(show_default=_default),
     help="Many GPUs, one training run: plan, prove, run and recover distributed training.",
     version=__version__,
     help_format="plaintext",
@@ -54,9 +61,9 @@ COMMANDS = {
         ("train", "shoal.cli.train:train", "Train; resume where the run left off."),
         ("tune", "shoal.cli.tune:tune", "Train; try the best few layouts first, keep the fastest."),
         ("launch", "shoal.cli.launch:launch", "Write a job for Slurm, Ray, Kubernetes or SageMaker."),
-        ("status", "shoal.cli.jobs:status", "What has become of a submitted job."),
-        ("logs", "shoal.cli.jobs:logs", "What a submitted job printed."),
-        ("cancel", "shoal.cli.jobs:cancel", "Have a submitted job finish its step, commit and end."),
+        ("status", "shoal.cli.jobs:status", "Show the state of a submitted job."),
+        ("logs", "shoal.cli.jobs:logs", "Show what a submitted job printed."),
+        ("cancel", "shoal.cli.jobs:cancel", "Stop a submitted job after a step and a commit."),
         ("ls", "shoal.cli.jobs:ls", "List the submitted jobs of a directory of runs."),
         ("watch", "shoal.cli.watch:watch", "Watch a run live, in the terminal or as a page."),
     ),

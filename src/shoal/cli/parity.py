@@ -45,11 +45,11 @@ def parity(
     steps
         How many steps to run.
     precision
-        fp64 is judged to 1e-12 in the first step's gradients and, relative to a loss above 1, in losses; fp32, bf16
-        and fp8 to their rounding; both: fp64 and fp32. With bf16 and compile.enabled=true a run as it ships: compiled
+        fp64 must agree to 1e-12, in the first step's gradients and in losses (relative where above 1); fp32, bf16
+        and fp8 to their rounding; both: fp64 and fp32. bf16 with compile.enabled=true tests a run as it ships: compiled
         blocks, fused loss, fp32 masters. In fp8 a layout is compared with one process of the same micro-batches.
     strict
-        As run.strict: not within rounding but bit by bit (dp, fsdp, pp), in fp32.
+        Demand equal bits, as run.strict does (dp, fsdp, pp), in fp32.
     set
         Override one value, as in recipe.lr=0.001. May be given several times.
     json

@@ -66,24 +66,24 @@ def plan(
     model
         A preset such as llama3-8b, a Hugging Face model directory, or the path of a config.json.
     on
-        The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file. A device without a number, as in
-        H100, asks how many are needed. Several --on are compared in one table.
+        The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file. A device without a count, as
+        in H100, asks how many are needed. Repeat --on to compare clusters in one table.
     seq
-        Tokens per sequence; by default as many as the model takes, up to 8192.
+        Tokens per sequence; by default the model's maximum, up to 8192.
     batch
-        Sequences per step, over all ranks (the global batch); by default what is usual for a run of --tokens.
+        Sequences per step, over all ranks (the global batch); by default what is usual for that many --tokens.
     layout
         Judge only this layout, even if it does not fit.
     tokens
-        Length of the run, as in 15T: adds days and GPU-hours. optimal: what is compute-optimal for the model.
+        Length of the run, as in 15T; adds days and GPU-hours. optimal: the compute-optimal number for the model.
     price
         Price of a GPU-hour; with --tokens, adds the cost. One for all, or one for each --on.
     deadline
-        Time that the run may take, as in 30d: whether it is kept, how many GPUs would keep it, or, without --tokens,
-        how many tokens it is enough for.
+        Time limit for the run, as in 30d: says whether it is met, how many GPUs would meet it, or, without
+        --tokens, how many tokens it allows.
     budget
-        Money that the run may cost at --price, as in 2M: whether it is kept, which number of GPUs is fastest within it,
-        or, without --tokens, how many tokens it is enough for.
+        Budget for the run at --price, as in 2M: says whether it is kept, how many GPUs are fastest within it, or,
+        without --tokens, how many tokens it buys.
     top
         How many layouts to show.
     explain
@@ -91,19 +91,19 @@ def plan(
     curve
         Also plan for fewer and more GPUs, and for other sequence lengths.
     html
-        Write the whole plan as one HTML page with controls for GPUs, batch, sequence and recomputation. Takes a while,
-        as half and twice of each are planned too: docs/report.md.
+        Write the whole plan as one HTML page with controls for GPUs, batch, sequence and recomputation. Takes a
+        while, since it plans for half and twice of each too: docs/report.md.
     save
         Write a config that shoal train runs.
     export
-        Write the same layout for deepspeed, accelerate, megatron, megatron-bridge, torchtitan, nemo or sagemaker; or
-        the nearest that it runs, judged as what it will run there.
+        Write the same layout for deepspeed, accelerate, megatron, megatron-bridge, torchtitan, nemo or sagemaker;
+        or the nearest one that it runs, judged as it will run there.
     to
         Directory for the exported files.
     force
         Overwrite existing files.
     precision
-        Compute precision: bf16, fp16, fp32, fp64 or fp8. By default bf16; fp16 on devices from before it.
+        Compute precision: bf16, fp16, fp32, fp64 or fp8. By default bf16; fp16 on devices without it.
     optimizer
         adamw or sgd.
     states
@@ -113,16 +113,16 @@ def plan(
     lora
         Train LoRA adapters of this rank instead of the weights.
     dora
-        With --lora: train the lengths of the weights' rows too, apart from their directions.
+        With --lora: DoRA, which also trains the magnitude of every weight row.
     nf4
-        With --lora: the frozen weights of blocks rest in 4 bits (QLoRA).
+        With --lora: keep the blocks' frozen weights in 4 bits (QLoRA).
     stack
         Search and price under another stack's constraints and constants: shoal, megatron, torchtitan or deepspeed.
     links
-        Price collectives as this file shows them: what nccl-tests print, or what shoal bench comm stored.
+        Price collectives by this file: the output of nccl-tests, or what shoal bench comm stored.
     headroom
-        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB); 0 asks nothing. Unless given,
-        what is chosen runs out of memory less than once in 1,000 times.
+        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB); 0 asks for none. By
+        default, the chosen layout runs out of memory less than once in 1,000 times.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json

@@ -42,7 +42,7 @@ def profile(
 
     Example: shoal profile examples/tiny.toml --layout fsdp=2
 
-    Runs a few ordinary steps from the initial weights on the hardware at hand. Writes profile.json and a trace of
+    Runs a few ordinary steps from the initial weights on your hardware. Writes profile.json and a trace of
     every rank (open it at ui.perfetto.dev) to the run directory, and touches nothing else there.
 
     Parameters

@@ -24,20 +24,20 @@ def replay(
     layout: str = "own",
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Repeat a past step from the nearest checkpoint, and those up to the run's next one; compare all of it.
+    """Repeat a past step from the nearest checkpoint, and those up to the run's next one; compare everything.
 
     Example: shoal replay runs/tiny --step 1234 --layout dp=1
 
     Losses and gradient norms against metrics.jsonl; then weights and optimizer states against the next checkpoint, with
     the tensor that differs most and the rank that held it. Names the first tensor that is not finite, and the samples
-    of the step with the largest loss. The run is only read. Exit code 1 if anything differs or is not finite.
+    of the step with the largest loss. The run itself is only read. Exit code 1 if anything differs or is not finite.
 
     Parameters
     ----------
     run
         A run's directory.
     step
-        The step to look at.
+        The step to repeat.
     layout
         The parallel layout, as in dp=1; by default that of the run, in which results are equal to the bit.
     json

@@ -21,15 +21,15 @@ def report(
 
     Example: shoal report runs/tiny runs/tiny-dp2 --to compared.html
 
-    The file fetches nothing. It is written at the end of every run too; of a run that is going on it shows what there
-    is. Every figure names the file and the field that it was drawn from: docs/report.md.
+    The file loads nothing from the network. shoal train writes it at the end of every run, too; of a run that is
+    going on it shows what is recorded so far. Every figure names the file and field it was drawn from: docs/report.md.
 
     Parameters
     ----------
     run
         The run directory.
     others
-        Further runs, to be shown next to it; then --to names the file.
+        More runs, to show side by side; --to then names the file.
     to
         The file to write; by default report.html in the run directory.
     json

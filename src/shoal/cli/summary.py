@@ -54,6 +54,7 @@ def written_report(run: Path) -> Path | None:
 
 def _summary(report: Report, page: Path | None, console: Console) -> None:
     from shoal.facts.losses import mean_over
+    from shoal.launch.progress import validated
     from shoal.train.run_directory import RunDirectory
 
     console.print(report.message, markup=False)
@@ -64,7 +65,11 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
             console.print(f"see {page}  what happened, on one page", markup=False)
         return
     if report.row:
-        heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
+        heldout = ""
+        if report.heldout_loss is not None:
+            # Of the last step, where it was computed then: with several sets, each by name.
+            of_last = report.row.get("heldout_loss") == report.heldout_loss
+            heldout = f", validation {validated(report.row) if of_last else f'{report.heldout_loss:.4f}'}"
         loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
         console.print(f"final loss: training {loss}{heldout} (nats/{mean_over(report.row)})")
     if report.skipped:
@@ -73,10 +78,10 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
         )
     console.print("see")
     for file, what in (
-        ("report.html", "all of it on one page: curves, faults, memory, time, samples"),
+        ("report.html", "the run on one page: curves, faults, memory, time, samples"),
         ("metrics.jsonl", "every step: loss, rate, memory"),
-        ("samples.jsonl", "text that the model generated during training"),
-        ("checkpoints", "weights with Hugging Face names, every byte hashed"),
+        ("samples.jsonl", "text generated during training"),
+        ("checkpoints", "weights under Hugging Face names, every byte hashed"),
         ("config.toml", "the complete, resolved config"),
     ):
         path = report.run / file

@@ -43,7 +43,7 @@ def train(
     Ctrl-C (or SIGTERM, SIGUSR1) finishes the step, writes a checkpoint and exits with 75; the same command resumes.
 
     On several machines that share the run directory, run the same command on each with --nodes 2; with --nodes 1:2
-    the run continues on the machines that are left when one is lost, and takes it back when it returns: docs/nodes.md.
+    the run continues on the remaining machines if one is lost, and takes it back when it returns: docs/nodes.md.
     Under torchrun, srun and mpirun it adopts the ranks that they started; without a shared directory the machines meet
     at --meet HOST:PORT, and checkpoint.to holds the state: docs/launchers.md.
 
@@ -63,10 +63,10 @@ def train(
     fresh
         Start over; an old run in the same directory is moved aside.
     extend
-        Give the run more steps (recipe.steps), with the warm-up that it began with. Where its learning rate decays
-        already, the longer run branches from the last checkpoint before that, into a directory of its own.
+        Give the run more steps (recipe.steps), with the warm-up that it began with. If its learning rate is already
+        decaying, the longer run branches from the last checkpoint before the decay, into its own directory.
     branch
-        Begin a new run with the whole state of this checkpoint (of a run: of its newest): weights, optimizer, step.
+        Start a new run from the whole state of this checkpoint, or of a run's newest: weights, optimizer, step.
     nodes
         How many machines run this command: a number, or minimum:maximum, as in 2:4.
     node

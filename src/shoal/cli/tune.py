@@ -28,9 +28,9 @@ def tune(
 
     Example: shoal tune examples/tiny.toml --layouts "dp=2;fsdp=2;pp=2" --set recipe.steps=200
 
-    Every layout computes the same run, so no step is wasted: each is trained once, in one layout or another. A layout
-    is tried only where what it is expected to save over the steps that are left pays for the moves to it and back.
-    tuning.jsonl in the run directory keeps layouts, moves and the decision; the same command resumes: docs/tune.md.
+    Every layout computes the same run, so no step is wasted: each is trained once, in one layout or another. A
+    layout is tried only if its expected savings over the remaining steps pay for the moves there and back.
+    tuning.jsonl in the run directory records layouts, moves and the decision; the same command resumes: docs/tune.md.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def tune(
         Layouts to try, separated by ";"; the run begins in the first unless --layout says otherwise. By default those
         within the error bar of the plan's best.
     most
-        How many of the plan's layouts to try at most, that which the run begins in included.
+        Try at most this many of the plan's layouts, including the one the run begins in.
     set
         Override one value, as in recipe.lr=0.001. May be given several times.
     layout

@@ -29,8 +29,8 @@ def watch(
 
     Example: shoal watch runs/tiny --web
 
-    It reads the run's files and changes nothing: the run may be going on or be over, and any number may watch. The page
-    of --web is open to this machine alone; with another --host it asks for the token that the printed address has.
+    Reads the run's files and changes nothing, while the run is going or when it is over. The --web page is open to
+    this machine alone; with another --host it needs the token in the printed address.
 
     Parameters
     ----------
@@ -41,13 +41,13 @@ def watch(
     rank
         Whose log to show in the terminal.
     once
-        Print how the run stands now, and end.
+        Print one snapshot and exit.
     host
         With --web: the address to listen on.
     port
         With --web: the port; 0 takes a free one.
     json
-        Print how the run stands now as one JSON document, and end.
+        Print one snapshot as a JSON document and exit.
     """
     from shoal.cli.show import print_json
     from shoal.facts.problem import BadInput

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,3 +30,13 @@ def show_ranks(ranks: Sequence[int]) -> str:
         return "ranks " + ",".join(map(str, ranks))
     (step,) = steps
     return f"ranks {ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def read_ranks(shown: str) -> list[int]:
+    """The ranks that ``name_ranks`` wrote; none where a group has a name instead."""
+    if spaced := re.fullmatch(r"ranks (\d+)-(\d+)(?: by (\d+))?", shown):
+        first, last, step = spaced.groups("1")
+        return list(range(int(first), int(last) + 1, int(step)))
+    if listed := re.fullmatch(r"ranks? (\d+(?:,\d+)*)", shown):
+        return [int(rank) for rank in listed[1].split(",")]
+    return []

@@ -93,7 +93,8 @@ class Progress:
 
     def say(self, text: str, style: str = "") -> None:
         """``style``: where the terminal has colours."""
-        self.console.print(redact(text), style=style or None, markup=False, highlight=False, soft_wrap=True)
+        # A style of ``print`` itself would colour the live line too.
+        self.console.print(Text(redact(text), style=style), highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
         if self.quiet:
@@ -128,9 +129,9 @@ class Progress:
         notable = []
         if row.get("heldout_loss") is not None:
             self.heldout = row
-            notable.append(f"validation loss {_validated(row)} nats/{mean_over(row)}")
+            notable.append(f"validation loss {validated(row)} nats/{mean_over(row)}")
         if row.get(EARLY):
-            notable.append("the validation loss falls no longer: the run ends here")
+            notable.append("the validation loss has stopped falling: the run ends here")
         if "compared" in row and row["compared"].get("told", True):
             notable.append(_compared(row["compared"]))
             if drift := row["compared"].get("drift"):
@@ -165,11 +166,11 @@ class Progress:
         elapsed = _duration(self._activity.seconds(now))
         if phase not in (STEP, FIRST_STEP):
             which = f" {part}/{parts}" if parts else ""
-            return f"{DOING.get(phase, 'starting')}{which} for {elapsed}"
+            return f"{DOING.get(phase, 'starting')}{which}, {elapsed}"
         predicted = self.run.read_plan().get("step", {}).get("seconds")
         expected = f" (predicted: {_duration(predicted)})" if predicted and predicted >= 1 else ""
         doing = "compiling and running" if phase == FIRST_STEP and self.compiles else "running"
-        return f"step {step:>6}/{self.steps}  {doing} for {elapsed}{expected}"
+        return f"step {step:>6}/{self.steps}  {doing}, {elapsed}{expected}"
 
     def line(self) -> list[str]:
         """The last row, number by number; nothing before the first one."""
@@ -293,8 +294,8 @@ def _fault(row: dict[str, Any]) -> str:
     return f"step {row['step']:>6}  {row['kind']}: {row['action']}"
 
 
-def _validated(row: dict[str, Any]) -> str:
-    """The loss that the run is judged by, then those of the other validation sets."""
+def validated(row: dict[str, Any]) -> str:
+    """The validation loss; of several sets, each by name."""
     others = row.get("validation", {})
     named = ", ".join(f"{name} {loss:.4f}" for name, loss in others.items() if loss is not None)
     return named if len(others) > 1 else f"{row['heldout_loss']:.4f}"
@@ -328,5 +329,7 @@ def _rate(value: float) -> str:
 
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"

@@ -36,7 +36,7 @@ EFFORT = 80000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
 # Said of a claim that no row of ``plan/evidence.py`` supports.
-UNCHECKED = "none of the runs that predictions were checked against covers"
+UNCHECKED = "predictions were never checked on"
 # The safest takes at most so many times as long as what is chosen; and what differs by less than this is equally fast.
 SLOWEST, SAME = 1.25, 1.005
 
@@ -66,7 +66,7 @@ class Chosen:
         """Within which error bar, and what it saves."""
         rival, within = self.rival, f"its error bar of ±{self.rival.error_bar:.0%}"
         if rival.told_apart < rival.error_bar:
-            within = f"the {rival.told_apart:.0%} below which layouts are not told apart"
+            within = f"the {rival.told_apart:.0%} that predictions cannot tell apart"
         if replicas_only(self.plan.workload.cluster):
             return "On a CPU, every process is a plain replica."
         of_all = "the fastest layout that fits"
@@ -128,7 +128,7 @@ class Chosen:
         if unsure := [claim for claim in self.rival.unmeasured if claim not in self.plan.unmeasured]:
             yield f"does not depend on {_listed(unsure)}, which {UNCHECKED}"
         if better := [name for name in departs if name not in practice.departures(self.plan.workload)]:
-            yield f"does as published runs do, without {_listed(better)}"
+            yield f"follows published practice, without {_listed(better)}"
         if len(mine) >= len(others) and not unsure and not better:
             yield "has fewer axes or fewer keys"
 

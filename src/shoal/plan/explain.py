@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.plan.judge import Plan
@@ -63,8 +64,12 @@ def parts(plan: Plan) -> list[StepPart]:
 
 def link(group: str, workload: Workload) -> str:
     """The slowest link that a group of ranks has to cross."""
-    cluster = workload.cluster
     _, ranks, stride = workload.ranks_of(group)
+    return link_across(ranks, stride, workload.cluster)
+
+
+def link_across(ranks: int, stride: int, cluster: Cluster) -> str:
+    """The slowest link between so many ranks, so far apart."""
     fast = cluster.fast
     if fast is not None and ranks * stride <= cluster.fast_domain:
         return fast.kind

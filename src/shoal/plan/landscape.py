@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.facts.layout import RECOMPUTES, Layout
+from shoal.facts.layout.ranks import line
+from shoal.facts.ledger import Ledger
 from shoal.facts.problem import BadInput
+from shoal.facts.traffic import read_ranks
 from shoal.plan import scale
-from shoal.plan.explain import HELD, SPENT, binds, lacks, link, strategy
+from shoal.plan.explain import HELD, SPENT, binds, lacks, link_across, strategy
 from shoal.plan.judge import Plan, replicas
 from shoal.plan.report import PlanReport
 from shoal.plan.request import PlanRequest
@@ -226,7 +229,7 @@ def _told(asked: PlanRequest, plan: Plan, chosen: bool) -> dict[str, Any]:
         "error_bar": plan.error_bar,
         "rate": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
-        "memory": {name: getattr(plan.memory, name) for name in HELD},
+        "memory": _held(plan.memory),
         "needs": plan.memory.device_p90,
         "step": {name: getattr(plan.step, name) for name in SPENT},
         "binds": binds(plan),
@@ -238,6 +241,12 @@ def _told(asked: PlanRequest, plan: Plan, chosen: bool) -> dict[str, Any]:
     }
 
 
+def _held(memory: Ledger) -> dict[str, int]:
+    """By category, with what a device needs beyond its tensors: together, what has to fit."""
+    parts = {name: int(getattr(memory, name)) for name in HELD}
+    return {**parts, "reserve": max(0, memory.device_p90 - sum(parts.values()))}
+
+
 def _axes(plan: Plan) -> list[dict[str, Any]]:
     """Every group of ranks that talks: how many they are, the link they cross, what they send, what is waited for."""
     sent: dict[str, tuple[int, int]] = {}
@@ -246,19 +255,29 @@ def _axes(plan: Plan) -> list[dict[str, Any]]:
         sent[row.group] = calls + row.count, size + row.bytes
     rows = []
     for group, (calls, size) in sorted(sent.items(), key=lambda one: -one[1][1]):
-        ranks = plan.workload.ranks_of(group)
+        name, ranks, stride = _who(group, plan)
         rows.append(
             {
-                "group": group,
-                "ranks": ranks.size,
-                "stride": ranks.stride,
-                "link": link(group, plan.workload),
+                "group": name,
+                "ranks": ranks,
+                "stride": stride,
+                "link": link_across(ranks, stride, plan.workload.cluster),
                 "calls": calls,
                 "bytes": size,
-                "exposed": plan.step.links.get(group),
+                "exposed": plan.step.links.get(name),
             }
         )
     return rows
+
+
+def _who(group: str, plan: Plan) -> tuple[str, int, int]:
+    """A group's name, its ranks and how far apart they are: a pipeline's messages name their ranks alone."""
+    listed = read_ranks(group)
+    if not listed:
+        _, ranks, stride = plan.workload.ranks_of(group)
+        return group, ranks, stride
+    name = "pp" if listed == line(listed[0], "pp", plan.layout) else group
+    return name, len(listed), listed[1] - listed[0] if len(listed) > 1 else 1
 
 
 def _short(value: float) -> float:

@@ -17,6 +17,7 @@ HELD = {
     "activations": ("activations", 4),
     "logits": ("logits", 5),
     "buffers": ("buffers", 6),
+    "reserve": ("context and fragmentation", 9),
 }
 SPENT = {
     "compute": ("computation", 1),
@@ -101,10 +102,12 @@ def numbers_of(
     kinds: Kinds,
     said: Callable[[float | None], str],
     compared: tuple[int, int] | None = None,
-    whole: str = "in all",
+    whole: str = "total",
 ) -> Markup:
     """The same as a table. ``compared``: the places of a predicted and a measured bar, to be held together."""
-    titles = ["", *(bar.name for bar in bars), *(["predicted over measured"] if compared else [])]
+    short = [bar.name.partition(",")[0] for bar in bars]
+    names = short if len({*short}) == len(short) else [bar.name for bar in bars]
+    titles = ["", *names, *(["error"] if compared else [])]
 
     def row(words: str, values: Sequence[float]) -> list[str]:
         cells = [words, *(said(value) for value in values)]
@@ -118,4 +121,4 @@ def numbers_of(
         if any(bar.parts.get(name, 0.0) > 0 for bar in bars)
     ]
     rows.append(row(whole, [bar.total if bar.total is not None else bar.sum for bar in bars]))
-    return table(titles, rows, numbers=range(1, len(titles)))
+    return table(titles, rows, numbers=range(1, len(titles)), style="narrow")

@@ -52,7 +52,7 @@ def _fault(row: dict[str, Any]) -> RunEvent:
     when = float(row["time"]) if is_number(row.get("time")) else None
     rank = int(row["rank"]) if is_number(row.get("rank")) else None
     if kind == "restart":
-        text = f"workers started again from the state after step {row.get('resumed_step', '?')}"
+        text = f"workers restarted from the state after step {row.get('resumed_step', '?')}"
         return RunEvent(RESTART, "restart", _step(step), text, "faults.jsonl: kind, resumed_step", when)
     parts = [str(row[name]) for name in ("message", "action") if row.get(name)]
     text = redact("; ".join(parts))[:LONGEST] or kind
@@ -73,7 +73,7 @@ def _changes(run: RunFiles) -> list[RunEvent]:
         if after is not None and before is not None and after != before:
             found.append(RunEvent(LAYOUT, "layout", step, f"{before} → {after}", "metrics.jsonl: layout"))
         elif rows.attempts[place] != rows.attempts[place - 1] and step not in restarted:
-            text = f"a new attempt went on after step {step}"
+            text = f"resumed after step {step}"
             found.append(RunEvent(RESTART, "resumed", step, text, "metrics.jsonl: attempt"))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 
@@ -48,6 +50,12 @@ def duration(value: float | None) -> str:
         whole, rest = divmod(round(minutes), 60)
         return f"{whole} h {rest:02d} min"
     return f"{hours / 24:.3g} days"
+
+
+def moment(text: str) -> str:
+    """A time stamp to the minute: ``2026-11-18T15:00:00Z`` is ``2026-11-18 15:00 UTC``; any other text as it is."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(?::\d\d)?(?:\.\d+)?Z", text)
+    return f"{found[1]} {found[2]} UTC" if found else text[:40]
 
 
 def percent(value: float | None) -> str:

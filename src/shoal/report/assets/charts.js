@@ -29,7 +29,7 @@ const shoal = (() => {
   };
   const byteSteps = [0, 1, 2, 3, 4].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((many) => many * 1024 ** power));
   const wholeSteps = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((many) => many * 10 ** power));
-  const xNames = { step: "step", tokens: "tokens", hours: "hours of steps" };
+  const xNames = { step: "step", tokens: "tokens", hours: "hours in steps" };
   const shownX = (value, kind) => (kind === "tokens" ? formats.count(value) : kind === "hours" ? three(value) : value.toLocaleString("en"));
 
   // The marks of events: a line each, and above it what happened when the pointer is near.
@@ -79,6 +79,23 @@ const shoal = (() => {
         },
       },
     };
+  }
+
+  // What the marks mean, once a page: beneath the loss.
+  function keyOfMarks(box, chart) {
+    box.querySelector(".key")?.remove();
+    const words = { fault: "fault", restart: "restart", layout: "layout change", note: "note" };
+    const used = Object.keys(words).filter((kind) => chart.marks.some((mark) => mark.kind === kind));
+    if (chart.name !== "loss" || !used.length) return;
+    const key = document.createElement("ul");
+    key.className = "key";
+    for (const kind of used) {
+      const item = document.createElement("li"), sign = document.createElement("span");
+      sign.className = "mark " + kind;
+      item.append(sign, words[kind]);
+      key.append(item);
+    }
+    box.append(key);
   }
 
   // What lies behind a line, such as its least and greatest values, is pale.
@@ -133,6 +150,7 @@ const shoal = (() => {
     const width = Math.max(240, box.clientWidth);
     const plot = new uPlot(options(chart, width), joined(chart), box);
     plot.shoalChart = chart;
+    keyOfMarks(box, chart);
     drawn.set(box, plot);
   }
 
@@ -148,6 +166,7 @@ const shoal = (() => {
       plot.shoalChart.marks = chart.marks;
       plot.shoalChart.series = chart.series;
       plot.setData(joined(chart));
+      keyOfMarks(box, { ...chart, name: box.dataset.chart });
     });
   }
 

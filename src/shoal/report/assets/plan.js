@@ -23,6 +23,7 @@
   const rate = (value) => value >= 100 ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(3)).toString();
   const share = (value) => value === null ? "–" : (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
   const days = (value) => value === null ? "–" : value >= 2 ? Number(value.toPrecision(3)).toLocaleString("en") + " days" : Number((24 * value).toPrecision(3)) + " h";
+  const money = (value) => value >= 1e7 ? formats.count(value) : Math.round(value).toLocaleString("en");
   const cell = () => data.cells[[chosen.devices, chosen.batch, chosen.seq].join("|")];
   const best = () => cell()?.best[chosen.recompute] ?? [];
 
@@ -35,16 +36,17 @@
 
   function tiles() {
     const [first] = best();
-    const numbers = !first ? [["Best layout", "nothing fits", "of what was looked at"]] : [
+    const numbers = !first ? [["Best layout", "nothing fits", "among the layouts searched"]] : [
       [first.chosen ? "Chosen layout" : "Fastest layout", first.layout, first.words],
       ["s/step", seconds(first.seconds), "± " + share(first.error_bar)],
       ["Tokens/s/GPU", rate(first.rate), "MFU " + share(first.mfu)],
       ["Memory", formats.bytes(first.needs), "of " + formats.bytes(cell().capacity)],
       ...(first.days === null ? [] : [["Whole run", days(first.days), formats.count(first.gpu_hours) + " GPU-hours"]]),
-      ...(first.cost === null ? [] : [["Cost", Math.round(first.cost).toLocaleString("en"), "at the price given"]]),
+      ...(first.cost === null ? [] : [["Cost", money(first.cost), "at the price given"]]),
     ];
     place("tiles").replaceChildren(...numbers.map(([name, value, note]) => {
-      const tile = element("div", undefined, "tile"), told = element("dd", value);
+      const tile = element("div", undefined, "tile"), told = element("dd");
+      told.append(keys(value));
       if (note) told.append(element("small", note));
       tile.append(element("dt", name), told);
       return tile;
@@ -85,10 +87,12 @@
       svg.append(text);
     }
     const label = shape("text", { x: (left + wide - right) / 2, y: tall - 6, "text-anchor": "middle" });
-    label.textContent = "tokens/s/GPU";
-    svg.append(label, shape("line", { x1: left, x2: wide - right, y1: y(now.capacity), y2: y(now.capacity) }, "capacity"));
+    label.textContent = "throughput, tokens/s/GPU";
+    const upright = shape("text", { x: 2, y: 11 });
+    upright.textContent = "memory of the fullest rank";
+    svg.append(label, upright, shape("line", { x1: left, x2: wide - right, y1: y(now.capacity), y2: y(now.capacity) }, "capacity"));
     const limit = shape("text", { x: wide - right, y: y(now.capacity) - 6, "text-anchor": "end" }, "strong");
-    limit.textContent = "a device has " + formats.bytes(now.capacity);
+    limit.textContent = "device memory: " + formats.bytes(now.capacity);
     svg.append(limit);
     for (const point of [...shown].sort((one, other) => Boolean(other[4]) - Boolean(one[4]))) {
       const dot = shape("circle", { cx: x(point[0]), cy: y(point[1]), r: 4.2, tabindex: -1 }, point[4] ? "unfit" : "fit r" + point[2]);
@@ -109,8 +113,8 @@
       svg.append(ring, text);
     }
     const key = element("ul", undefined, "key");
-    data.recomputes.forEach((name, number) => { const item = element("li", "recompute " + name); item.prepend(element("span", undefined, "swatch d" + number)); key.append(item); });
-    const away = now.far + every.length - shown.length, grey = element("li", shown.filter((point) => point[4]).length + " do not fit" + (away ? ", " + away + " more need over twice what there is" : ""));
+    data.recomputes.forEach((name, number) => { const item = element("li", name === "none" ? "no recomputation" : name + " recomputation"); item.prepend(element("span", undefined, "swatch d" + number)); key.append(item); });
+    const away = now.far + every.length - shown.length, grey = element("li", shown.filter((point) => point[4]).length + " do not fit" + (away ? ", " + away + " more need over twice the memory" : ""));
     grey.prepend(element("span", undefined, "swatch unfit"));
     if (away || shown.some((point) => point[4])) key.append(grey);
     box.append(svg, key);
@@ -121,11 +125,11 @@
     place("told").textContent = `${layout}: ${rate(fast)} tokens/s/GPU, ${formats.bytes(held)}` + (reason ? `. Does not fit: ${reason}.` : ".");
   }
 
-  function bars(into, kinds, of, said, beside) {
+  function bars(into, kinds, of, said, beside, limit) {
     const plans = best(), box = place(into);
     if (!plans.length) { box.replaceChildren(element("p", "Nothing fits.", "empty")); return; }
     const sums = plans.map((plan) => Object.values(of(plan)).reduce((one, other) => one + other, 0));
-    const most = Math.max(...sums, ...plans.map((plan) => beside(plan)));
+    const most = Math.max(...sums, ...plans.map((plan) => beside(plan)), limit ?? 0);
     const made = element("div", undefined, "bars"), used = new Set();
     plans.forEach((plan, number) => {
       const name = keys(plan.layout, "name"), bar = element("span", undefined, "bar"), svg = shape("svg", { role: "img", "aria-label": plan.layout });
@@ -140,6 +144,7 @@
         svg.append(rect);
         from += value;
       }
+      if (limit) { const at = Math.min(100 * limit / most, 99.8) + "%"; svg.append(shape("line", { x1: at, x2: at, y1: 0, y2: "100%" }, "limit")); }
       bar.append(svg);
       made.append(name, bar, element("span", said(beside(plan) || sums[number]), "sum"));
     });
@@ -157,11 +162,11 @@
 
   function numbers() {
     const plans = best(), long = plans.some((plan) => plan.days !== null), priced = plans.some((plan) => plan.cost !== null);
-    const titles = ["layout", "strategy", "s/step", "tokens/s/GPU", "MFU", "memory", ...(long ? ["run"] : []), ...(priced ? ["cost"] : []), "what binds"];
-    const rows = plans.map((plan) => [keys(plan.layout + (plan.chosen ? " (chosen)" : "")), plan.words, seconds(plan.seconds), rate(plan.rate), share(plan.mfu), formats.bytes(plan.needs), ...(long ? [days(plan.days)] : []), ...(priced ? [Math.round(plan.cost).toLocaleString("en")] : []), plan.binds]);
+    const titles = ["layout", "strategy", "s/step", "tokens/s/GPU", "MFU", "memory", ...(long ? ["run"] : []), ...(priced ? ["cost"] : []), "bottleneck"];
+    const rows = plans.map((plan) => [keys(plan.layout + (plan.chosen ? " (chosen)" : "")), plan.words, seconds(plan.seconds), rate(plan.rate), share(plan.mfu), formats.bytes(plan.needs), ...(long ? [days(plan.days)] : []), ...(priced ? [money(plan.cost)] : []), plan.binds]);
     const right = titles.map((title, column) => column).filter((column) => column > 1 && column < titles.length - 1);
     place("rows").replaceChildren(plans.length ? table(titles, rows, right) : element("p", "Nothing fits.", "empty"));
-    place("command").replaceChildren(element("code", plans[0]?.command ?? "nothing fits: see below what would"));
+    place("command").replaceChildren(element("code", plans[0]?.command ?? "nothing fits: see Why, below"));
   }
 
   // Where a rank stands on each axis: the last axis has neighbouring ranks.
@@ -209,14 +214,14 @@
       box.append(cells);
       map.append(box);
     }
-    if (nodes > shown) map.append(element("p", `and ${(nodes - shown).toLocaleString("en")} more nodes like these`, "note"));
+    if (nodes > shown) map.append(element("p", `and ${(nodes - shown).toLocaleString("en")} more nodes`, "note"));
     const rows = first.axes.map((one) => [one.group, String(one.ranks), one.link, one.calls.toLocaleString("en"), formats.bytes(one.bytes), one.exposed === null ? "–" : seconds(one.exposed)]);
-    place("groups").append(rows.length ? table(["group", "ranks", "link", "calls", "bytes", "exposed"], rows, [1, 3, 4, 5]) : element("p", "One rank alone sends nothing.", "empty"));
+    place("groups").append(rows.length ? table(["group", "ranks", "link", "calls", "bytes", "exposed"], rows, [1, 3, 4, 5]) : element("p", "A single rank sends nothing.", "empty"));
   }
 
   function show() {
     tiles(); points(); numbers(); ranks();
-    bars("memories", data.held, (plan) => plan.memory, formats.bytes, (plan) => plan.needs);
+    bars("memories", data.held, (plan) => plan.memory, formats.bytes, (plan) => plan.needs, cell()?.capacity);
     bars("times", data.spent, (plan) => plan.step, seconds, (plan) => plan.seconds);
     document.querySelectorAll("[data-set]").forEach((button) => {
       const value = button.dataset.set === "recompute" ? button.dataset.value : Number(button.dataset.value);

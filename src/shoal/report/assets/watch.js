@@ -44,7 +44,7 @@
     shoal.update(state.charts);
     showRanks(state);
     const rows = state.events.map((one) => [one.step.toLocaleString("en"), element("span", one.what, "chip " + (eventKinds[one.kind] ?? "")), one.text, one.when]);
-    place("event-rows").replaceChildren(rows.length ? table(["step", "what", "what was told", "time (UTC)"], rows, [0]) : element("p", "Nothing went wrong so far.", "empty"));
+    place("event-rows").replaceChildren(rows.length ? table(["step", "what", "message", "time (UTC)"], rows, [0]) : element("p", "No events so far.", "empty"));
   }
 
   function showRanks(state) {
@@ -57,7 +57,7 @@
       held.append(bar);
       return [one.rank, one.phase ? one.phase + (one.alive || state.state !== "running" ? "" : ", silent") : "–", one.phase ? one.step : "–", one.phase ? one.entered.toLocaleString("en") : "–", one.behind ? element("span", one.behind, "chip warn") : "", held];
     });
-    const told = state.state === "running" ? "No rank of this run can be seen from this machine." : "The run is not going on; its ranks are gone.";
+    const told = state.state === "running" ? "No rank of this run is visible from this machine." : "The run is over; its ranks are gone.";
     place("rank-rows").replaceChildren(rows.length ? table(["rank", "doing", "step", "collectives", "behind", "memory"], rows, [0, 2, 3, 4]) : element("p", told, "empty"));
     place("stragglers").replaceChildren(...state.stragglers.map((text) => element("li", "straggler: " + text)));
     const select = place("rank"), many = Math.max(1, state.world ?? 1);
@@ -69,7 +69,7 @@
     if (!answer.ok) return;
     const told = await answer.json(), box = place("log-text");
     const atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 4;
-    box.textContent = told.lines.length ? told.lines.join("\n") : "This rank has written nothing.";
+    box.textContent = told.lines.length ? told.lines.join("\n") : "This rank has logged nothing.";
     if (atEnd) box.scrollTop = box.scrollHeight;
   }
 
@@ -88,12 +88,12 @@
     const wait = !state ? Math.min(30000, 2000 * failed) : state.state === "running" ? 2000 : 10000;
     if (!document.hidden) timer = setTimeout(look, wait);
     if (!state) {
-      place("foot").textContent = "shoal watch does not answer; asking again in " + wait / 1000 + " s.";
+      place("foot").textContent = "shoal watch does not answer; trying again in " + wait / 1000 + " s.";
       return;
     }
     show(state);
     await log();
-    place("foot").textContent = "Looked at " + new Date().toLocaleTimeString() + ".";
+    place("foot").textContent = "Updated at " + new Date().toLocaleTimeString() + ".";
     document.documentElement.dataset.looked = String(1 + Number(document.documentElement.dataset.looked ?? 0));
   }
 

@@ -90,8 +90,14 @@ def _head(found: PlanReport, title: str) -> Markup:
     number_ = paragraph(found.number.text, "lead") if found.number else ""
     return Markup(
         f'<header class="top"><p class="kicker">Shoal · plan</p><h1>{escape(title)}</h1><p class="lead">{words}.</p>'
-        f"{paragraph(found.decision.text, 'decision')}{number_}</header>"
+        f"{_decision(found.decision.text)}{number_}</header>"
     )
+
+
+def _decision(text: str) -> Markup:
+    """What to run in bold, then why."""
+    what, stop, why = text.partition(". ")
+    return paragraph(Markup(f"<strong>{escape(what + stop.strip())}</strong> {escape(why)}"), "decision")
 
 
 def _controls(cells: Sequence[Cell]) -> Markup:
@@ -116,12 +122,12 @@ def _controls(cells: Sequence[Cell]) -> Markup:
 
 def _layouts(found: PlanReport) -> Markup:
     text = (
-        f"The space of the request has {found.searched:,} layouts; some of every strategy are drawn, and all that the "
-        "search found. The line is the frontier: no layout drawn is faster with as little memory. Grey ones do not fit."
+        f"Of {found.searched:,} possible layouts, the page draws all that the search kept and some of every strategy. "
+        "The line is the frontier: no layout on the page is both faster and smaller. Grey layouts do not fit."
     )
     content = Markup(
         '<dl class="tiles" id="tiles"></dl><div id="points" class="points"></div>'
-        '<p class="note" id="told" aria-live="polite">Point at a layout to read what it is.</p>'
+        '<p class="note" id="told" aria-live="polite">Point at or tap a layout to see what it is.</p>'
     )
     return figure(content, "Memory against throughput", [f"{SOURCE}: plans, rejected"], text)
 
@@ -132,8 +138,8 @@ def _best() -> Markup:
             Markup('<div id="memories"></div>'),
             "Memory ledgers",
             [f"{SOURCE}: plans[].memory"],
-            "Tensors at the peak of a step on the fullest rank; beside it what the device has to hold, with context "
-            "and fragmentation at the 90th percentile.",
+            "What the fullest rank holds at the peak of a step, plus the device's context and fragmentation at its "
+            "90th percentile. The red line is the device's memory.",
             wide=True,
         ),
         figure(Markup('<div id="times"></div>'), "Parts of a step", [f"{SOURCE}: plans[].step"], wide=True),
@@ -144,7 +150,7 @@ def _best() -> Markup:
             Markup(code(" ", copy=True).replace("<pre>", '<pre id="command">')),
             "The command",
             [f"{SOURCE}: plans[].command"],
-            "Of the first of them: it writes a config and trains with it.",
+            "For the first layout: writes a config and trains with it.",
             wide=True,
         ),
     )
@@ -152,16 +158,16 @@ def _best() -> Markup:
 
 def _ranks() -> Markup:
     text = (
-        "Ranks of the first layout, node by node; one shade for each place on the chosen axis, and an outline around "
-        "the ranks that rank 0 talks to along it. Bytes are of one rank and one step; exposed is what no computation "
-        "hides."
+        "Ranks of the first layout, node by node. Shades show each rank's place along the chosen axis; outlined ranks "
+        "form a group with rank 0. Calls and bytes are per rank and step; exposed time is what computation does not "
+        "hide."
     )
     return figure(
         Markup(
             '<div class="controls" id="axes"></div><div id="map" class="map"></div>'
             '<div id="groups" class="scroll"></div>'
         ),
-        "Who talks to whom",
+        "Who communicates with whom",
         [f"{SOURCE}: plans[].degrees, plans[].traffic"],
         text,
     )
@@ -169,10 +175,8 @@ def _ranks() -> Markup:
 
 def _curves(devices: Sequence[Point], sequences: Sequence[Point]) -> Markup:
     return grid(
-        _curve("devices", "Strong scaling", "The same step on fewer and more GPUs.", devices),
-        _curve(
-            "sequences", "Sequence length", "At the same tokens per step, on the GPUs asked for.", sequences
-        ),
+        _curve("devices", "Strong scaling", "The same global batch on fewer and on more GPUs.", devices),
+        _curve("sequences", "Sequence length", "Same GPUs, same tokens per step.", sequences),
     )
 
 
@@ -213,7 +217,7 @@ def _chart(name: str, points: Sequence[Point]) -> dict[str, Any]:
     if name == "devices":
         best = [max(rates)] * len(xs)
         series.append(
-            {"name": "if all did as much as the best", "colour": 6, "x": {"own": xs}, "y": best, "dash": True}
+            {"name": "at the best point's rate", "colour": 6, "x": {"own": xs}, "y": best, "dash": True}
         )
     return {
         name: {
@@ -256,11 +260,11 @@ def _cost(found: PlanReport) -> Markup:
         ("tokens", f"{total.tokens:,}"),
         ("steps", f"{total.steps:,}"),
         ("time", duration(total.seconds)),
-        ("of it training", duration(total.training_seconds)),
+        ("of which training", duration(total.training_seconds)),
         ("GPU-hours", f"{total.gpu_hours:,.0f}"),
     ]
     rows += [("cost", f"{total.cost:,.0f}")] if total.cost is not None else []
-    rows += [("energy of the devices", f"{total.kwh:,.0f} kWh")] if total.kwh is not None else []
+    rows += [("GPU energy", f"{total.kwh:,.0f} kWh")] if total.kwh is not None else []
     rows += [("goodput", in_words(total.goodput))] if total.goodput else []
     rows += [(verdict.what, verdict.text) for verdict in found.verdicts]
     return figure(table(("", ""), rows, style="names"), "The whole run", [f"{SOURCE}: plans[].cost"])
@@ -272,7 +276,7 @@ def _why(found: PlanReport) -> Markup:
         measurement = joined([paragraph(found.measurement.text), code(found.measurement.command, copy=True)])
     return grid(
         _card("The decision", listed(found.decision.reasons), "decision.reasons"),
-        _card("The measurement that would change it", measurement, "measurement"),
+        _card("What would change it", measurement, "measurement"),
         _card("What would make it fit", listed(map(str, found.remedies)), "remedies"),
         _card("Not covered by published runs (wider error bar)", listed(found.unmeasured), "unmeasured"),
         _card(
@@ -291,7 +295,8 @@ def _card(title: str, content: Markup, field: str, wide: bool = False) -> Markup
 def _foot(found: PlanReport) -> Markup:
     capacity = size(found.asked.cluster.device.memory_bytes)
     return Markup(
-        f"<footer>Made by Shoal {escape(__version__)}. {found.searched:,} layouts searched in {found.seconds:.2f} s; a "
-        f"device has {capacity}. Times and sizes are predictions. One file, nothing is fetched; curves by uPlot (MIT)."
+        f"<footer>Made by Shoal {escape(__version__)}. Searched {found.searched:,} layouts in {found.seconds:.2f} s; a "
+        f"device has {capacity}. All times and sizes are predictions. Self-contained: the page loads nothing. Curves "
+        "by uPlot (MIT)."
         "</footer>"
     )

@@ -11,6 +11,7 @@ from shoal.facts.losses import LOSSES
 from shoal.report.columns import medians, rounded, thinned
 from shoal.report.events import RunEvent, marks
 from shoal.report.markup import Markup, chart, figure, grid
+from shoal.report.run.summary import counted
 from shoal.report.run_files import RunFiles
 
 # Pixels that a curve is drawn for; several runs share them.
@@ -62,7 +63,7 @@ class Drawn:
             return [self._drawn(column, places, self.label(words), colour, **style)]
         middle = medians(column, self._pixels // 2)
         return [
-            self._drawn(column, places, self.label(f"{words}, least and greatest"), colour, faint=True),
+            self._drawn(column, places, self.label(f"{words}, lowest and highest"), colour, faint=True),
             self._drawn(column, middle, self.label(words), colour, **style),
         ]
 
@@ -104,7 +105,11 @@ def training(runs: Sequence[Drawn]) -> tuple[Markup, dict[str, Chart]]:
         "grad_norm": made(runs, (drawn.field("grad_norm", "gradient norm", 5) for drawn in runs)),
     }
     words = {
-        "loss": ("Loss", "metrics.jsonl: loss, heldout_loss, validation", "Nats per token, or per pair."),
+        "loss": (
+            "Loss",
+            "metrics.jsonl: loss, heldout_loss, validation",
+            f"Nats per {counted(runs[0].run.metrics)}.",
+        ),
         "lr": ("Learning rate", "metrics.jsonl: lr", ""),
         "grad_norm": ("Gradient norm", "metrics.jsonl: grad_norm", "Before clipping."),
     }
@@ -147,14 +152,15 @@ def throughput(runs: Sequence[Drawn]) -> tuple[Markup, dict[str, Chart]]:
         "mfu": made(runs, (drawn.field("mfu", "MFU", 2) for drawn in runs), format="percent", zero=True),
     }
     of = {str(drawn.run.manifest.get("mfu", "")) for drawn in runs}
-    told = f"The peak: {of.pop().removeprefix('of ')[:240]}" if len(of) == 1 else ""
+    peak = of.pop().removeprefix("of ")[:240] if len(of) == 1 else ""
+    told = f"Peak FLOP/s: {peak[:1].lower()}{peak[1:]}" if peak else ""
     words = {
         "tokens_per_s": (
             "Tokens per second",
             "metrics.jsonl: tokens_per_s, predicted_step_s",
-            "Of all ranks together.",
+            "All ranks together.",
         ),
-        "mfu": ("Model FLOPs utilisation", "metrics.jsonl: mfu", told),
+        "mfu": ("Model FLOPs utilisation (MFU)", "metrics.jsonl: mfu", told),
     }
     return _figures(charts, words)
 

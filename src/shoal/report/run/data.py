@@ -35,7 +35,7 @@ def _mix(run: RunFiles) -> Markup:
         shares = {str(place): weight / total for place, weight in enumerate(weights)}
         bars.append(Bar(f"from step {begin}", shares, 1.0))
     content = stacked(bars, kinds, percent)
-    return figure(content, "Mix", ["config.toml: data.mix"], "Shares of samples.", wide=True)
+    return figure(content, "Mix", ["config.toml: data.mix"], "Share of samples by source.", wide=True)
 
 
 def _later(part: dict[str, Any]) -> list[tuple[int, float]]:
@@ -66,7 +66,7 @@ def _parts(described: list[dict[str, Any]]) -> Markup:
         )
         for one in described
     ]
-    titles = ("source", "used for", "documents", "tokens", "of them held out")
+    titles = ("source", "used for", "documents", "tokens", "held out")
     content = table(titles, rows, numbers=(2, 3, 4))
     return figure(content, "Sources", ["manifest.json: data_parts"], wide=True) if content else Markup("")
 
@@ -81,10 +81,10 @@ def _quarantined(described: list[dict[str, Any]]) -> Markup:
             rows.append((_short(str(one.get("source"))), str(reason), f"{bad:,}" if is_number(bad) else "–"))
     total = sum(int(one["rows"]) for one in described if is_number(one.get("rows")))
     if rows:
-        text = f"Rows that are no documents, of {total:,}; bad_rows.jsonl beside the tokenised data has each."
+        text = f"Of {total:,} rows. bad_rows.jsonl, next to the tokenised data, lists each of these."
         content = table(("source", "reason", "rows"), rows, numbers=(2,))
     else:
-        text, content = "", Markup(f'<p class="empty">None of {total:,} rows was left out.</p>')
+        text, content = "", Markup(f'<p class="empty">None of the {total:,} rows was left out.</p>')
     return figure(content, "Quarantined rows", ["manifest.json: data_parts"], text, wide=True)
 
 

@@ -31,7 +31,7 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     ]
     columns = [f"steps {begin}–{end}" if end > begin else f"step {begin}" for begin, end, _ in stretches]
     values = [value for row in rows for value in row if value is not None]
-    text = "Tokens of each expert over an even share"
+    text = "Tokens per expert relative to an even share"
     text += f", from {min(values):.2f} to {max(values):.2f}; darker is more." if values else "."
     field = heat(
         rows,
@@ -56,14 +56,14 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
             chart("expert_imbalance", "Imbalance"),
             "Imbalance",
             ["metrics.jsonl: expert_imbalance"],
-            "Of the worst layer: its fullest expert over an even share.",
+            "The busiest expert of the worst layer, relative to an even share.",
             wide=not more,
         )
         if "expert_imbalance" in charts
         else "",
         figure(
-            chart("router", "Losses of the routers"),
-            "Losses of the routers",
+            chart("router", "Router losses"),
+            "Router losses",
             ["metrics.jsonl: router_balance, router_z"],
         )
         if more

@@ -52,7 +52,7 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     charts = {}
     if curve := made(
         [drawn],
-        [drawn.field("memory_peak", "peak of the first rank", 4, exact=True)],
+        [drawn.field("memory_peak", "peak, rank 0", 4, exact=True)],
         format="bytes",
         zero=True,
     ):
@@ -62,7 +62,7 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     over_steps = (
         figure(
             chart("memory_peak", "Peak memory"),
-            "Peak over the steps",
+            "Peak over the run",
             ["metrics.jsonl: memory_peak"],
             f"{means}." if means else "",
         )
@@ -79,11 +79,11 @@ def _ledger(run: RunFiles) -> Markup:
     capacity = lookup(run.plan, "memory", "capacity")
     every = [bar for bar, _ in found]
     limit = float(capacity) if is_number(capacity) else None
-    text = "Tensors at the peak of a step, of the rank that holds most."
+    text = "Tensors on the fullest rank at the peak of a step."
     if limit is not None:
-        text += f" A device has {size(limit)}."
+        text += f" Device memory: {size(limit)}."
     if len(found) == 1:
-        text += " With run.observe = true, or after shoal profile, what was measured stands beside it."
+        text += " To see it next to a measurement, set run.observe = true or run shoal profile."
     compared = (0, 1) if len(every) > 1 else None
     content = stacked(every, HELD, size, limit) + numbers_of(every, HELD, size, compared)
     return figure(Markup(content), "Memory ledger", [source for _, source in found], text, wide=True)
@@ -94,7 +94,7 @@ def _by_rank(run: RunFiles) -> Markup:
     if len(seen) < 2:
         return Markup("")
     step = seen[0].get("step", "?")
-    text = f"Of each rank at its own peak, in step {step}."
+    text = f"Each rank at its own peak, in step {step}."
     sources = ["observed/rank-*.json: peak, peak_by_category"]
     if len(seen) <= FEW:
         each = [

@@ -24,7 +24,7 @@ from shoal.report.markup import (
     table,
     tiles,
 )
-from shoal.report.numbers import count, duration, size
+from shoal.report.numbers import count, duration, moment, size
 from shoal.report.page import page
 from shoal.report.run import curves, data, experts, memory, pipeline, reproduce, samples, step_time, traffic
 from shoal.report.run.curves import Chart, Drawn
@@ -36,12 +36,12 @@ KINDS = {FINISHED: "good", RUNNING: "live", EARLY: "good", FAILED: "bad", LOST: 
 EVENTS = {FAULT: "bad", RESTART: "warn", LAYOUT: "layout"}
 MOST_EVENTS = 300
 CONTROLS = Markup(
-    '<div class="controls"><span>over<span class="choice">'
+    '<div class="controls"><span>x axis<span class="choice">'
     '<button type="button" data-x="step" aria-pressed="true">steps</button>'
     '<button type="button" data-x="tokens" aria-pressed="false">tokens</button>'
     '<button type="button" data-x="hours" aria-pressed="false">hours</button></span></span>'
-    '<span class="choice"><button type="button" data-log="loss grad_norm lr" aria-pressed="false">logarithmic</button>'
-    "</span><span>Drag over a curve to look closer; twice clicked, it shows all.</span></div>"
+    '<span class="choice"><button type="button" data-log="loss grad_norm lr" aria-pressed="false">log scale</button>'
+    "</span><span>Drag across a chart to zoom in; double-click to zoom out.</span></div>"
 )
 
 
@@ -63,7 +63,7 @@ def _alone(drawn: Drawn, found: RunSummary) -> tuple[Markup, dict[str, Chart]]:
     sections, charts = sections_of(drawn)
     run = drawn.run
     head = Markup(
-        f'<header class="top"><p class="kicker">Shoal · report of a run</p>'
+        f'<header class="top"><p class="kicker">Shoal · run report</p>'
         f"<h1>{escape(found.name)} {chip(found.state, KINDS.get(found.state, ''))}</h1>"
         f'<p class="lead">{_lead(run, found)}</p>{tiles(found.tiles())}{_warnings(run)}</header>'
     )
@@ -84,21 +84,19 @@ def sections_of(drawn: Drawn) -> tuple[list[Markup], dict[str, Chart]]:
     }.items():
         parts[name] = markup
         charts |= more
-    nothing = empty(
-        "No step has been recorded yet. This page shows them once there are some: run the command again."
-    )
+    nothing = empty("No step has been recorded yet. Once there are some, write the report again.")
     return [
         section("Training", CONTROLS if parts["training"] else "", parts["training"] or nothing),
         section("Events", _events(run, drawn.events)),
         section("Throughput", parts["throughput"]),
         section("Memory", parts["memory"]),
-        section("Time of a step", parts["time"]),
+        section("Step time", parts["time"]),
         section("Pipeline", pipeline.section(run)),
         section("Traffic", traffic.section(run)),
         section("Experts", parts["experts"]),
         section("Data", data.section(run)),
         section("Samples", samples.section(run)),
-        section("Versions, config, how to reproduce", reproduce.section(run)),
+        section("Reproduce", reproduce.section(run)),
     ], charts
 
 
@@ -111,33 +109,29 @@ def _lead(run: RunFiles, found: RunSummary) -> str:
         ranks = f" on {found.world} rank{'s' * (found.world != 1)}" if found.world else ""
         parts.append(f"<code>{escape(found.layout)}</code>{ranks}")
     if started := run.manifest.get("started"):
-        parts.append(f"started {escape(str(started)[:40])}")
-    return ", ".join(parts) or "Little is known of this run: it has no manifest.json."
+        parts.append(f"last started {escape(moment(str(started)))}")
+    return ", ".join(parts) or "This run has no manifest.json, so little is known about it."
 
 
 def _warnings(run: RunFiles) -> Markup:
     told = list(run.notes)
     if run.state == RUNNING:
-        told.insert(
-            0, "This run is still going on: the page shows what it had written when the page was made."
-        )
+        told.insert(0, "This run is still going on: the page shows what was recorded when the page was made.")
     if run.state == LOST:
-        told.insert(0, "The launcher of this run ended without a word; the same command continues the run.")
+        told.insert(
+            0, "The launcher of this run died without leaving a message. The same command continues the run."
+        )
     version = run.manifest.get("shoal")
     if isinstance(version, str) and version != __version__:
         told.append(
-            f"The run was made by Shoal {version}, this page by {__version__}: what it did not record is left out."
+            f"The run was made by Shoal {version}, this page by {__version__}: what it did not record is missing."
         )
     return Markup("".join(paragraph(one, "decision warning") for one in told))
 
 
 def _events(run: RunFiles, happened: list[RunEvent]) -> Markup:
     if not happened:
-        return (
-            empty("Nothing went wrong: no fault, no restart, no change of layout.")
-            if run.metrics.steps
-            else Markup("")
-        )
+        return empty("No faults, no restarts, no layout changes.") if run.metrics.steps else Markup("")
     rows = [
         (
             f"{one.step:,}",
@@ -149,9 +143,9 @@ def _events(run: RunFiles, happened: list[RunEvent]) -> Markup:
         for one in happened[:MOST_EVENTS]
     ]
     more = f" The first {MOST_EVENTS} of {len(happened):,}." if len(happened) > MOST_EVENTS else ""
-    content = table(("step", "what", "rank", "what was told", "time (UTC)"), rows, numbers=(0,))
+    content = table(("step", "event", "rank", "message", "time (UTC)"), rows, numbers=(0,))
     sources = sorted({one.source for one in happened})
-    return figure(content, "What happened", sources, f"Marked on the curves by step.{more}")
+    return figure(content, "What happened", sources, f"Each is marked on the charts at its step.{more}")
 
 
 def _together(drawn: Sequence[Drawn], found: Sequence[RunSummary]) -> tuple[Markup, dict[str, Chart]]:
@@ -187,12 +181,12 @@ def _together(drawn: Sequence[Drawn], found: Sequence[RunSummary]) -> tuple[Mark
             if spent
             else "",
         ),
-        section("What differs", _differing(drawn)),
+        section("Differences", _differing(drawn)),
     ]
     each = [
         Markup(
             folded(
-                f"{one.run.name}: faults, data, samples, versions",
+                f"{one.run.name}: events, data, samples, versions",
                 joined(
                     (
                         _warnings(one.run),
@@ -226,15 +220,15 @@ def _named(drawn: Drawn, found: Sequence[tuple[Any, str]]) -> list[Any]:
 def _differing(drawn: Sequence[Drawn]) -> Markup:
     rows = differences([one.run.config for one in drawn])
     if not rows:
-        return empty("Their configs are the same, but for where the runs lie.")
+        return empty("Same config, apart from name and directory.")
     content = table(("key", *(one.run.name for one in drawn)), rows, style="names")
-    return figure(content, "Of the configs", ["config.toml"])
+    return figure(content, "Config keys that differ", ["config.toml"])
 
 
 def _footer() -> Markup:
     made = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     return Markup(
-        f"<footer>Made by Shoal {escape(__version__)}, {made} UTC. One file, nothing is fetched; curves by uPlot "
-        "(MIT). Curves of long runs have the least and the greatest value of every pixel, and each step beside an "
-        "event.</footer>"
+        f"<footer>Made by Shoal {escape(__version__)}, {made} UTC. Self-contained: the page loads nothing. Curves by "
+        "uPlot (MIT). Long runs are thinned: each pixel shows its median, lowest and highest value, and steps next to "
+        "an event are all kept.</footer>"
     )

@@ -6,7 +6,7 @@ import shlex
 
 from shoal.facts.redact import redact
 from shoal.report.markup import Markup, code, figure, folded, grid, table
-from shoal.report.numbers import count
+from shoal.report.numbers import count, moment
 from shoal.report.run_files import RunFiles, lookup
 
 
@@ -27,7 +27,7 @@ def _machine(run: RunFiles) -> Markup:
     device, nodes = lookup(found, "cluster", "device", "name"), lookup(found, "cluster", "nodes")
     each = lookup(found, "cluster", "devices_per_node")
     rows = [
-        ("started", found.get("started")),
+        ("last started", moment(str(found["started"])) if found.get("started") else None),
         ("Shoal", found.get("shoal")),
         ("packages", listed),
         ("Python", found.get("python")),
@@ -59,11 +59,11 @@ def _again(run: RunFiles) -> Markup:
         f"shoal train {place}/config.toml --run {copy}",
         f"shoal report {place} {copy}",
     ]
-    text = "The order of samples, the first weights and dropout are functions of the seed: no layout changes them."
+    text = "Sample order, initial weights and dropout depend on the seed alone, not on the layout."
     config = folded("config.toml, complete", code(redact(run.config_text))) if run.config_text else Markup("")
     return figure(
         Markup(code("\n".join(lines), copy=True) + config),
-        "Make it again",
+        "Reproduce this run",
         ["manifest.json: git, shoal, packages", "config.toml"],
         text,
     )

@@ -27,7 +27,7 @@ def section(run: RunFiles) -> Markup:
     begin = f'<p class="note prompt">Prompt: <code>{_shown(str(prompt), LONGEST_PROMPT)}</code></p>'
     more = f"{len(parts)} of {len(rows)} samples." if len(parts) < len(rows) else ""
     content = Markup(f'{begin}<dl class="samples">{"".join(parts)}</dl>')
-    return figure(content, "What it writes", ["samples.jsonl: step, prompt, text"], more, wide=True)
+    return figure(content, "Generated text", ["samples.jsonl: step, prompt, text"], more, wide=True)
 
 
 def _shown(text: str, longest: int) -> str:

@@ -10,7 +10,7 @@ from shoal.report.run.curves import Chart, Drawn, made
 from shoal.report.run_files import RunFiles, lookup
 
 # A run's own rows know how long a step took and how long it had no input.
-KINDS = {**SPENT, "input_wait": ("waiting for input", 2), "undivided": ("not taken apart", 9)}
+KINDS = {**SPENT, "input_wait": ("waiting for input", 2), "undivided": ("not broken down", 9)}
 
 
 def bars(run: RunFiles) -> list[tuple[Bar, str]]:
@@ -42,10 +42,10 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     every = [bar for bar, _ in found]
     text = ""
     if not run.profile:
-        text = "shoal profile takes a step of this run apart on the hardware at hand."
+        text = "To break a measured step down into its parts: shoal profile."
     measured = [place for place, bar in enumerate(every) if bar.name != "predicted"]
     compared = (0, measured[0]) if measured and every[0].name == "predicted" else None
-    content = stacked(every, KINDS, duration) + numbers_of(every, KINDS, duration, compared, "a step")
+    content = stacked(every, KINDS, duration) + numbers_of(every, KINDS, duration, compared, "step")
     sources = [source for _, source in found]
     verdict = run.profile.get("verdict")
     if isinstance(verdict, list) and verdict:
@@ -66,6 +66,6 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     if curve is None:
         return grid(parts), {}
     sources = ["metrics.jsonl: step_s, predicted_step_s, input_wait_s, commit_wait_s"]
-    beneath = "Evaluations and the writing of checkpoints come on top of it."
-    over_steps = figure(chart("step_s", "Step time"), "Over the steps", sources, beneath, wide=True)
+    beneath = "Evaluation and checkpoint writing are not part of a step."
+    over_steps = figure(chart("step_s", "Step time"), "Step time over the run", sources, beneath, wide=True)
     return grid(parts, over_steps), {"step_s": curve}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.facts.losses import LOSSES
-from shoal.report.columns import rounded
+from shoal.report.columns import Columns, rounded
 from shoal.report.events import FAULT, RESTART, RunEvent
 from shoal.report.markup import Tile
 from shoal.report.numbers import count, difference, duration, number, percent, size
@@ -43,6 +43,7 @@ class RunSummary:
     restarts: int
     version: str | None
     mean_over: str = "token"
+    validated_on: str = ""  # the set, where there are several
 
     def tiles(self) -> list[Tile]:
         of = f"of {self.steps:,}" if self.steps is not None else ""
@@ -54,14 +55,16 @@ class RunSummary:
             best = self.best_heldout_loss
             lowest = f"lowest {best:.4f}, step {self.best_step:,}" if best is not None else ""
             from_ = "metrics.jsonl: heldout_loss"
-            found.append(Tile("Validation loss", f"{self.heldout_loss:.4f}", from_, lowest))
+            found.append(
+                Tile("Validation loss", f"{self.heldout_loss:.4f}", from_, f"{self.validated_on}{lowest}")
+            )
         if self.tokens_per_s is not None:
             share = f"MFU {percent(self.mfu)}" if self.mfu is not None else "median"
             from_ = "metrics.jsonl: tokens_per_s, mfu"
             found.append(Tile("Tokens/s", count(self.tokens_per_s), from_, share))
         if self.step_s is not None:
             off = (
-                "a guess: not calibrated" if self.guessed else difference(self.predicted_step_s, self.step_s)
+                "a guess, not calibrated" if self.guessed else difference(self.predicted_step_s, self.step_s)
             )
             told = f"predicted {duration(self.predicted_step_s)} ({off})"
             from_ = "metrics.jsonl: step_s, predicted_step_s"
@@ -94,10 +97,6 @@ def summary(run: RunFiles, happened: list[RunEvent]) -> RunSummary:
     lowest, best = min(heldout, default=(None, None))
     parameters = run.manifest.get("parameters")
     name = lookup(run.manifest, "model", "name") or lookup(run.config, "model", "preset")
-    counted = next(
-        (one.counted for one in LOSSES.values() if one.measures and set(one.measures) <= rows.numbers.keys()),
-        "token",
-    )
     return RunSummary(
         name=run.name,
         path=str(run.path),
@@ -123,8 +122,25 @@ def summary(run: RunFiles, happened: list[RunEvent]) -> RunSummary:
         faults=dict(Counter(one.what for one in happened if one.kind == FAULT)),
         restarts=sum(one.kind == RESTART for one in happened),
         version=str(run.manifest["shoal"]) if "shoal" in run.manifest else None,
-        mean_over=counted,
+        mean_over=counted(rows),
+        validated_on=_watched(run),
     )
+
+
+def counted(rows: Columns) -> str:
+    """What the loss is a mean over: a token, or a pair."""
+    measured = (one for one in LOSSES.values() if one.measures and set(one.measures) <= rows.numbers.keys())
+    return next((one.counted for one in measured), "token")
+
+
+def _watched(run: RunFiles) -> str:
+    """Of several validation sets, the one whose loss ``heldout_loss`` repeats."""
+    sets = {name: found for name, found in run.metrics.validation.items() if found}
+    if len(sets) < 2:
+        return ""
+    losses = run.metrics.column("heldout_loss")
+    alike = (name for name, found in sets.items() if all(losses[place] == value for place, value in found))
+    return next((f"{name}: " for name in sorted(alike)), "")
 
 
 def said(one: RunSummary) -> dict[str, str]:

@@ -67,7 +67,7 @@ def section(run: RunFiles) -> Markup:
     if not predicted and not counted:
         alone = run.world == 1
         return empty(
-            "One rank alone sends nothing."
+            "A single rank sends nothing."
             if alone
             else "This run has recorded no traffic: neither plan.json nor observed/ has any."
         )
@@ -85,9 +85,9 @@ def section(run: RunFiles) -> Markup:
                     parts[group] = parts.get(group, 0.0) + sent
             if parts:
                 bars.append(Bar(f"{where}, {words}", parts))
-    text = "Bytes of one rank in one step: each call's largest buffer."
+    text = "Per rank and step; the bytes of a call are those of its largest buffer."
     if not counted:
-        text += " With run.observe = true the run counts its own."
+        text += " With run.observe = true the run counts its real traffic."
     by_link = figure(stacked(bars, kinds, size), "By link", sources, text, wide=True)
     return grid(by_link, figure(_table(predicted, counted, of), "By operation", sources, wide=True))
 

@@ -13,7 +13,7 @@ WORDS = {
     "tokens_per_s": ("Tokens per second", "metrics.jsonl: tokens_per_s, predicted_step_s"),
     "grad_norm": ("Gradient norm", "metrics.jsonl: grad_norm"),
     "lr": ("Learning rate", "metrics.jsonl: lr"),
-    "mfu": ("Model FLOPs utilisation", "metrics.jsonl: mfu"),
+    "mfu": ("Model FLOPs utilisation (MFU)", "metrics.jsonl: mfu"),
 }
 
 
@@ -34,11 +34,11 @@ def web_page(name: str) -> str:
         "What each rank does",
         ["the ranks' flight records", "observed/rank-*.json: peak", "faults.jsonl: kind, action"],
         "Resident: the process's memory on its host. Behind: collectives that a peer has entered and it has not. "
-        "Silent: its heart has not beaten for two seconds.",
+        "Silent: no heartbeat for two seconds.",
     )
     happened = figure(
         Markup('<div id="event-rows" class="scroll"></div>'),
-        "The newest first",
+        "Newest first",
         ["faults.jsonl", "metrics.jsonl"],
     )
     log = figure(
@@ -53,6 +53,6 @@ def web_page(name: str) -> str:
     body = (
         f"{head}<main>{section('Curves', CONTROLS, curves)}{section('Ranks', ranks)}"
         f"{section('Events', happened)}{section('Log', log)}</main>"
-        '<footer id="foot">Updates itself every two seconds.</footer>'
+        '<footer id="foot">Updates every two seconds.</footer>'
     )
     return page(f"{name} · live · Shoal", body, {"charts": {}}, (*CHARTS, "watch.js"), connects=True)
