@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from blake3 import blake3
 from record import record
 
 from shoal.facts.config import TuneSection
@@ -31,8 +32,10 @@ from shoal.facts.recipe import Recipe
 from shoal.models.initial import fill
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.direct_files import DirectFiles
+from shoal.parallel.shards import weight
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
+from shoal.train.step import Step
 
 LAYOUTS = {"limited": "recompute=full,offload=params@nvme", "unlimited": "recompute=full"}
 GROUPS = Path("/sys/fs/cgroup")
@@ -64,13 +67,15 @@ def main() -> None:
             said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
             found[run] = json.loads(said.stdout.splitlines()[-1]) | {"most_bytes": most_charged(group)}
     losses = [found[run].pop("losses") for run in LAYOUTS]
+    weights = [found[run].pop("weights") for run in LAYOUTS]
     record(
         "bounded_memory",
         parameters=parameters,
         states_bytes=parameters * STATES,
         limit_bytes=limit,
         losses=losses[1],
-        largest_difference=max(abs(one - other) / other for one, other in zip(*losses, strict=True)),
+        losses_equal=losses[0] == losses[1],
+        weights_equal=weights[0] == weights[1],
         **found,
     )
 
@@ -102,7 +107,17 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, object]:
         "host_bytes": step.host_bytes,
         "nvme_bytes": files.content if files else 0,
         "losses": losses,
+        "weights": digest(step),
     }
+
+
+def digest(step: Step) -> str:
+    """Of every bit of the weights that the optimizer updates."""
+    step.settle()
+    found = blake3()
+    for piece in step.pieces:
+        found.update(weight(piece).detach().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 
 # Of <malloc.h>: what the end of a heap may keep free, and from which size on a block is mapped by itself.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGE = 1 << 20
+LARGE = 1 << 17  # what glibc begins with
 
 
 class HostThread:
@@ -96,12 +96,13 @@ class HostMemory:
 
 
 def give_back_large_blocks() -> None:
-    """From now on what this process frees of 1 MiB or more goes back to the system at once, and now all that is free.
+    """From now on what this process frees of 128 KiB or more goes back to the system at once, and now all that is free.
 
     glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
-    process grows by what it has freed. It also raises both limits by itself, to 32 and 64 MiB, as large blocks are
-    freed: to be called before there are any, for a hole in a heap is used again whatever the limits are. Other
-    libraries of C have no such settings.
+    process grows by what it has freed. By itself it raises both limits, to 32 and 64 MiB, as large blocks are freed: to
+    be called before there are any, for a hole in a heap is used again whatever the limits are. And as torch asks for
+    aligned blocks, holes of glibc 2.36 and older do not fit the next block of the same size. Other libraries of C have
+    no such settings.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -111,7 +112,7 @@ def give_back_large_blocks() -> None:
 
 
 def give_back_what_is_free() -> None:
-    """To the system, from between what is used as well: glibc 2.36 and older leave holes where aligned blocks were."""
+    """To the system, from between what is used as well."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
