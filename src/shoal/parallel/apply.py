@@ -33,6 +33,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.offload.host_memory import (
+    LARGE,
+    LARGE_AT_FIRST,
     HostMemory,
     give_back_large_blocks,
     give_back_what_is_free,
@@ -144,6 +146,9 @@ class Placed:
             values = torch.empty_like(piece.tensor, device=self.host.device)
             give([(piece.name, part) for part in piece_slices(piece, values)])
             set_weight(piece, values)
+            del values
+            if piece.held.home_file is not None and self.host.device.type == "cpu":
+                give_back_what_is_free()
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:
@@ -257,7 +262,7 @@ def apply(
     names = frozenset() if resting is None else resting_names(segments, resting.fraction)
     tight = bool(names) and mesh.device.type == "cpu"
     if tight:
-        give_back_large_blocks()
+        give_back_large_blocks(LARGE_AT_FIRST)
     for segment in segments:
         materialize(segment, mesh.device, names)
         for parameter in segment.parameters():
@@ -356,7 +361,7 @@ def apply(
     placed.fill_frozen(fill)
     placed.fill(fill)
     if tight:
-        give_back_what_is_free()
+        give_back_large_blocks(LARGE)
     return placed
 
 

@@ -21,7 +21,9 @@ from torch import Tensor
 
 # Of <malloc.h>: what the end of a heap may keep free, and from which size on a block is mapped by itself.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGE = 1 << 17  # what glibc begins with
+# While first values are made, whose temporaries of 512 KiB would cost a page fault every 4 KiB; and in steps, as glibc
+# begins.
+LARGE_AT_FIRST, LARGE = 1 << 20, 1 << 17
 
 
 class HostThread:
@@ -95,8 +97,8 @@ class HostMemory:
         self._free.setdefault((buffer.bytes.numel(), buffer.in_whole_pages), []).append(buffer)
 
 
-def give_back_large_blocks() -> None:
-    """From now on what this process frees of 128 KiB or more goes back to the system at once, and now all that is free.
+def give_back_large_blocks(size: int) -> None:
+    """From now on what this process frees of so many bytes or more goes back to the system at once, and now all that is free.
 
     glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
     process grows by what it has freed. By itself it raises both limits, to 32 and 64 MiB, as large blocks are freed: to
@@ -106,8 +108,8 @@ def give_back_large_blocks() -> None:
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(M_MMAP_THRESHOLD, LARGE)
-        library.mallopt(M_TRIM_THRESHOLD, LARGE)
+        library.mallopt(M_MMAP_THRESHOLD, size)
+        library.mallopt(M_TRIM_THRESHOLD, size)
     give_back_what_is_free()
 
 
