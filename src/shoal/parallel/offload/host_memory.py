@@ -98,7 +98,7 @@ class HostMemory:
 
 
 def give_back_large_blocks(size: int) -> None:
-    """From now on what this process frees of so many bytes or more goes back to the system at once, and now all that is free.
+    """From now on what this process frees of this size or more goes back to the system at once; now, all that is free.
 
     glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
     process grows by what it has freed. By itself it raises both limits, to 32 and 64 MiB, as large blocks are freed: to
