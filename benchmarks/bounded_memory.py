@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path(), help="a directory of a disk")
-    parser.add_argument("--check", action="store_true", help="write no row: exit 1 where a bit differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write no row: exit 1 where a bit of a loss differs"
+    )
     parser.add_argument("--run", choices=LAYOUTS, help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
     if options.run:
@@ -69,7 +71,7 @@ def main() -> None:
             found[run] = json.loads(said.stdout.splitlines()[-1]) | {"most_bytes": most_charged(group)}
     losses = [found[run].pop("losses") for run in LAYOUTS]
     weights = [found[run].pop("weights") for run in LAYOUTS]
-    equal = losses[0] == losses[1] and weights[0] == weights[1]
+    equal = losses[0] == losses[1]
     if options.check:
         print(json.dumps({"equal": equal, "limit_bytes": limit, **found}))
         sys.exit(0 if equal else 1)
