@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from blake3 import blake3
 from record import record
 
 from shoal.facts.config import TuneSection
@@ -31,8 +32,10 @@ from shoal.facts.recipe import Recipe
 from shoal.models.initial import fill
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.direct_files import DirectFiles
+from shoal.parallel.shards import weight
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
+from shoal.train.step import Step
 
 LAYOUTS = {"limited": "recompute=full,offload=params@nvme", "unlimited": "recompute=full"}
 GROUPS = Path("/sys/fs/cgroup")
@@ -48,6 +51,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path(), help="a directory of a disk")
+    parser.add_argument(
+        "--check", action="store_true", help="write no row: exit 1 where a bit of a loss differs"
+    )
     parser.add_argument("--run", choices=LAYOUTS, help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
     if options.run:
@@ -64,13 +70,19 @@ def main() -> None:
             said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
             found[run] = json.loads(said.stdout.splitlines()[-1]) | {"most_bytes": most_charged(group)}
     losses = [found[run].pop("losses") for run in LAYOUTS]
+    weights = [found[run].pop("weights") for run in LAYOUTS]
+    equal = losses[0] == losses[1]
+    if options.check:
+        print(json.dumps({"equal": equal, "limit_bytes": limit, **found}))
+        sys.exit(0 if equal else 1)
     record(
         "bounded_memory",
         parameters=parameters,
         states_bytes=parameters * STATES,
         limit_bytes=limit,
         losses=losses[1],
-        largest_difference=max(abs(one - other) / other for one, other in zip(*losses, strict=True)),
+        losses_equal=losses[0] == losses[1],
+        weights_equal=weights[0] == weights[1],
         **found,
     )
 
@@ -102,7 +114,17 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, object]:
         "host_bytes": step.host_bytes,
         "nvme_bytes": files.content if files else 0,
         "losses": losses,
+        "weights": digest(step),
     }
+
+
+def digest(step: Step) -> str:
+    """Of every bit of the weights that the optimizer updates."""
+    step.settle()
+    found = blake3()
+    for piece in step.pieces:
+        found.update(weight(piece).detach().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 @contextmanager

@@ -30,7 +30,12 @@ from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.direct_files import Files
-from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.host_memory import (
+    LARGE,
+    LARGE_AT_FIRST,
+    HostMemory,
+    give_back_large_blocks,
+)
 from shoal.parallel.offload.params import ParameterFetcher, make_homes, resting_names
 from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.offload.states import OffloadedStates
@@ -152,6 +157,9 @@ def apply(
         for segment in segments:
             shard(segment, mesh, tune, compute, summed, groups)
     names = frozenset() if resting is None else resting_names(segments, resting.fraction)
+    tight = bool(names) and mesh.device.type == "cpu"
+    if tight:
+        give_back_large_blocks(LARGE_AT_FIRST)
     for segment in segments:
         materialize(segment, mesh.device, names)
         for parameter in segment.parameters():
@@ -250,6 +258,8 @@ def apply(
     )
     placed.fill_frozen(fill)
     placed.fill(fill)
+    if tight:
+        give_back_large_blocks(LARGE)
     return placed
 
 

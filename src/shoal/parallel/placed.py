@@ -14,7 +14,7 @@ from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
 from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.offload.direct_files import Files
-from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.host_memory import HostMemory, give_back_what_is_free
 from shoal.parallel.offload.params import ParameterFetcher
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.packed import fill_packed
@@ -98,6 +98,9 @@ class Placed:
             values = torch.empty_like(piece.tensor, device=self.host.device)
             give([(piece.name, part) for part in piece_slices(piece, values)])
             set_weight(piece, values)
+            del values
+            if piece.held.home_file is not None and self.host.device.type == "cpu":
+                give_back_what_is_free()
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:

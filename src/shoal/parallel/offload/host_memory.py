@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-M_MMAP_THRESHOLD = -3  # of <malloc.h>
+# Of <malloc.h>: what the end of a heap may keep free, and from which size on a block is mapped by itself.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# While first values are made, whose temporaries of 512 KiB would cost a page fault every 4 KiB; and in steps, as glibc
+# begins.
+LARGE_AT_FIRST, LARGE = 1 << 20, 1 << 17
 
 
 class HostThread:
@@ -93,14 +97,27 @@ class HostMemory:
         self._free.setdefault((buffer.bytes.numel(), buffer.in_whole_pages), []).append(buffer)
 
 
-def give_back_large_blocks() -> None:
-    """From now on what this process frees of 1 MiB or more goes back to the system at once.
+def give_back_large_blocks(size: int) -> None:
+    """From now on what this process frees of this size or more goes back to the system at once; now, all that is free.
 
     glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
-    process grows by what it has freed. Other libraries of C have no such setting.
+    process grows by what it has freed. By itself it raises both limits, to 32 and 64 MiB, as large blocks are freed: to
+    be called before there are any, for a hole in a heap is used again whatever the limits are. And as torch asks for
+    aligned blocks, holes of glibc 2.36 and older do not fit the next block of the same size. Other libraries of C have
+    no such settings.
     """
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, size)
+        library.mallopt(M_TRIM_THRESHOLD, size)
+    give_back_what_is_free()
+
+
+def give_back_what_is_free() -> None:
+    """To the system, from between what is used as well."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.facts.layout.offload import offloaded
 from shoal.facts.model.parameters import CORRECTION
 from shoal.parallel.offload.direct_files import FileTransfer
-from shoal.parallel.offload.host_memory import HostMemory, give_back_large_blocks
+from shoal.parallel.offload.host_memory import HostMemory
 from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.offload.weight_files import FiledWeight
 from shoal.parallel.shards import HeldParameter, WeightFile
@@ -114,8 +114,6 @@ class ParameterFetcher:
         self._here: dict[nn.Parameter, torch.cuda.Event | FileTransfer | None] = {}
         self.homes = {one: home for one, home in homes.tensors.items() if not isinstance(one, DTensor)}
         self._files: Mapping[nn.Parameter, WeightFile] = homes.files
-        if homes.files and self._stream is None:
-            give_back_large_blocks()
         for segment in segments:
             self._watch(segment)
 
