@@ -32,13 +32,14 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
-from shoal.predict.time.layer import Passes, Seconds
+from shoal.predict.time.layer import Held, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.step import (
     ALWAYS,
     CostModel,
     RankKind,
     beside_products,
+    rests,
     stage_kinds,
     within_pass,
 )
@@ -133,18 +134,18 @@ class ShareBound:
             return 0.0
         seconds = 0.0
         body, moved = self.body(split.tp, share.sp), self.on.kernels.moved
-        for part in self._parts(split, share, layer.NONE, False):
+        for part in self._parts(split, share, layer.FREE, False):
             count = body.sparse if part.experts else body.dense
             shapes = layer.products(self.model, part, self.stack.joined)
-            read = sum(times * inner * columns for _, inner, columns, times in shapes)
-            written = sum(times * rows * (inner + columns) for rows, inner, columns, times in shapes)
+            read = sum(one.parameters for one in shapes)
+            written = sum(one.times * one.groups * one.rows * (one.inner + one.columns) for one in shapes)
             seconds += count * (2 if self.frozen else 3) * moved((read + written) * self.on.kernels.width)
         return self._micro_batches(split, share) * seconds / self.on.faster
 
     def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All that is computed within layers, evenly over all devices."""
         body, seconds = self.body(split.tp, share.sp), 0.0
-        for part in self._parts(split, share, layer.NONE, compiled):
+        for part in self._parts(split, share, layer.FREE, compiled):
             one = self.on.layer(part)
             worked = one.forward + one.input + (0.0 if self.frozen else one.weight)
             seconds += (body.sparse if part.experts else body.dense) * worked
@@ -152,7 +153,7 @@ class ShareBound:
 
     def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All computation and exchange within layers, evenly over all devices: whatever the depth of a pipeline."""
-        costs = self.costs(split, share, "none", layer.NONE, compiled)
+        costs = self.costs(split, share, "none", layer.FREE, compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         return self._micro_batches(split, share) * total + self.once
@@ -189,7 +190,7 @@ class ShareBound:
         """All computation and exchange within layers, evenly over the pipeline; with ``orders`` to choose from also how
         long each of its ranks then waits for the others. ``compiled``: None where not all of them agree.
         """
-        costs = self.costs(split, share, recompute, layer.NONE, compiled)
+        costs = self.costs(split, share, recompute, layer.FREE, compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -241,19 +242,27 @@ class ShareBound:
             known = self._waits[key] = min(min(found), float(times))
         return known
 
-    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Passes:
-        sharded = states.zero == 3 and placed(split, states).sharded.size > 1
+    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Held:
+        """At least, also where experts are on fewer ranks than here."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
         # One device that works through all of a batch at once widens no gradient.
         alone = split.data * split.tp * split.cp * split.pp == 1
-        return self.on.handling(sharded, times, narrow=alone and times == 1)
+        found = []
+        for ep in (1, share.ep):
+            sharded = states.zero == 3 and placed(split, states, ep).sharded.size > 1
+            found.append(self.on.handling(rests(sharded, split.pp), times, narrow=alone and times == 1))
+        dense, routed = found
+        if self.model.experts is None:
+            return Held(dense, dense)
+        whole = self.on.handling("whole", times, narrow=alone and times == 1)
+        return Held(dense, Passes(*map(min, routed, whole)))
 
     def costs(
         self,
         split: ModelSplit,
         share: WorkShare,
         recompute: Recompute,
-        held: Passes,
+        held: Held,
         compiled: bool | None = None,
     ) -> Costs:
         """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
@@ -271,7 +280,7 @@ class ShareBound:
         return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
 
     def _priced(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes, compiled: bool
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Held, compiled: bool
     ) -> Costs:
         """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
         layout = layout_of(
@@ -309,8 +318,8 @@ class ShareBound:
             forwards.append(one.forward)
             backwards.append(backward)
         rows = -(-model.vocab // split.tp)
-        embedding = self.on.embedding(tokens, rows, held)
-        head = self.on.head(tokens, rows, held)
+        embedding = self.on.embedding(tokens, rows, held.dense)
+        head = self.on.head(tokens, rows, held.dense)
         first, last = (
             end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
         )
@@ -318,7 +327,7 @@ class ShareBound:
         return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
     def _parts(
-        self, split: ModelSplit, share: WorkShare, held: Passes, compiled: bool
+        self, split: ModelSplit, share: WorkShare, held: Held, compiled: bool
     ) -> Iterator[layer.LayerShare]:
         """A rank's share of a layer, of each kind that there is."""
         body = self.body(split.tp, share.sp)

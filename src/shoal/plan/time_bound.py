@@ -30,7 +30,7 @@ from shoal.predict.rank_parameters import (
     trained_with_experts,
 )
 from shoal.predict.time import host, layer
-from shoal.predict.time.layer import Passes, Seconds
+from shoal.predict.time.layer import Held, Passes, Seconds
 from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     resting_bytes,
@@ -59,7 +59,7 @@ class TimeBound(ShareBound):
         split: ModelSplit,
         share: WorkShare,
         order: PipelineOrder,
-        held: Passes = layer.NONE,
+        held: Held = layer.FREE,
         played: bool = False,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
@@ -158,11 +158,13 @@ class TimeBound(ShareBound):
         self, split: ModelSplit, share: WorkShare, times: int, compiled: bool | None
     ) -> tuple[float, float]:
         """Of a layer, computed again."""
-        held = self.on.handling(False, times)
+        found = [self.on.handling(rests, times) for rests in layer.RESTS]
+        most = Passes(*map(max, zip(*found, strict=True)))
+        held = Held(most, most)
         ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
-        found = [self.on.layer(part) for way in ways for part in self._parts(split, share, held, way)]
-        return max(one.forward for one in found), max(
-            one.backward + max(one.full, one.again) for one in found
+        passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, held, way)]
+        return max(one.forward for one in passes), max(
+            one.backward + max(one.full, one.again) for one in passes
         )
 
     def _host_of_layer(self, recompute: Recompute, compiled: bool) -> float:

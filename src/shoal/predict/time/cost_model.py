@@ -16,7 +16,7 @@ from shoal.predict.time import layer as layers
 from shoal.predict.time import measured_layer
 from shoal.predict.time.float8 import in_float8
 from shoal.predict.time.kernels import Kernels
-from shoal.predict.time.layer import LayerShare, Passes, Seconds
+from shoal.predict.time.layer import LayerShare, Passes, Rests, Seconds
 from shoal.predict.time.links import Links
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
@@ -105,11 +105,11 @@ class CostModel:
             return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
         return layers.embedding(self.model, self.kernels, tokens)
 
-    def handling(self, sharded: bool, micro_batches: int, narrow: bool = False) -> Passes:
+    def handling(self, rests: Rests, micro_batches: int, narrow: bool = False) -> Passes:
         """Bytes that move for every parameter and micro-batch. ``narrow``: gradients stay as they were computed."""
         if isinstance(self.kernels, MeasuredKernels):
-            return measured_layer.handling(self.kernels.widths, sharded, micro_batches, narrow)
-        return layers.handling(self.stack, self.recipe, sharded, micro_batches)
+            return measured_layer.handling(self.kernels.widths, self.recipe, rests, micro_batches, narrow)
+        return layers.handling(self.stack, self.recipe, rests, micro_batches)
 
 
 def cost_model(workload: Workload) -> CostModel:
