@@ -59,7 +59,7 @@ class TimeBound(ShareBound):
         split: ModelSplit,
         share: WorkShare,
         order: PipelineOrder,
-        held: Held = layer.FREE,
+        held: Held | None = None,
         played: bool = False,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
@@ -67,6 +67,7 @@ class TimeBound(ShareBound):
         ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
         that never fills, whose waiting has no formula and takes a while to find.
         """
+        held = held or self.least_held(split, share)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
         hosts = self._hosts(order.recompute, self.compiled(split, order))
         total = slowest = 0.0
@@ -161,11 +162,16 @@ class TimeBound(ShareBound):
         found = [self.on.handling(rests, times) for rests in layer.RESTS]
         most = Passes(*map(max, zip(*found, strict=True)))
         held = Held(most, most)
+        within = held if self.measured else layer.FREE
         ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
-        passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, held, way)]
-        return max(one.forward for one in passes), max(
-            one.backward + max(one.full, one.again) for one in passes
-        )
+        passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, within, way)]
+        forward = max(one.forward for one in passes)
+        backward = max(one.backward + max(one.full, one.again) for one in passes)
+        if not self.measured:
+            *layers, _ = self.moving(split.tp, share.ep, held)
+            ahead, back = (max(way) for way in zip(*layers, strict=True))
+            forward, backward = forward + ahead, backward + ahead + back
+        return forward, backward
 
     def _host_of_layer(self, recompute: Recompute, compiled: bool) -> float:
         return sum(host.of_layer(self.on, recompute, compiled))

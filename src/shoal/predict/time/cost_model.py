@@ -34,6 +34,7 @@ class CostModel:
     stack: Stack
     rates: Calibration
     _layers: dict[LayerShare, Seconds] = field(default_factory=dict)
+    _handled: dict[tuple[Rests, int, bool], Passes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = Links(self.cluster, self.rates)
@@ -107,9 +108,15 @@ class CostModel:
 
     def handling(self, rests: Rests, micro_batches: int, narrow: bool = False) -> Passes:
         """Bytes that move for every parameter and micro-batch. ``narrow``: gradients stay as they were computed."""
-        if isinstance(self.kernels, MeasuredKernels):
-            return measured_layer.handling(self.kernels.widths, self.recipe, rests, micro_batches, narrow)
-        return layers.handling(self.stack, self.recipe, rests, micro_batches)
+        key = rests, micro_batches, narrow
+        known = self._handled.get(key)
+        if known is None:
+            if isinstance(self.kernels, MeasuredKernels):
+                known = measured_layer.handling(self.kernels.widths, self.recipe, *key)
+            else:
+                known = layers.handling(self.stack, self.recipe, rests, micro_batches)
+            self._handled[key] = known
+        return known
 
 
 def cost_model(workload: Workload) -> CostModel:
