@@ -29,8 +29,9 @@ from shoal.models.decoder import build
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
-from shoal.parallel.apply import Placed, apply
+from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
 from shoal.train import optimizer as optimizers
 from shoal.train.data.loader import Batch

@@ -26,8 +26,9 @@ from shoal.models.initial import fill
 from shoal.models.lora import add_adapters
 from shoal.models.rotary import tables
 from shoal.observe.memory import MemoryTracker
-from shoal.parallel.apply import Placed, apply
+from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
 
 ROWS, SEQ = 2, 16

@@ -27,8 +27,9 @@ from shoal.models.float8 import (
 )
 from shoal.models.initial import fill
 from shoal.models.linear import Linear
-from shoal.parallel.apply import Placed, apply
+from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
 
 SEQ = 16

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
 from shoal.observe.collectives import CollectiveCounter
-from shoal.parallel.apply import Placed
+from shoal.parallel.placed import Placed
 from shoal.prove.dryrun import dryrun
 
 PATIENCE = 60  # seconds until a rank that was never told to go on gives up

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.command import Capture, shoal_
 from tests.report.made_runs import HOSTILE, made_run
 
-from shoal.cli.train import answer
+from shoal.cli.summary import answer
 from shoal.launch.report import Report
 from shoal.report.columns import thinned
 from shoal.report.page import asset, embedded

@@ -120,7 +120,7 @@ def _cluster(
     """One process of a job that looks at its nodes. The first one says what was found."""
     from itertools import islice
 
-    from shoal.cli.train import leave
+    from shoal.cli.summary import leave
     from shoal.facts.cluster import notation
     from shoal.launch.adopt.told import check_order, parse_meet, slurm_nodes, told
     from shoal.launch.interfaces import address_of

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from shoal.cli.show import counted
-from shoal.launch.report import FAILED, FINISHED, Report
+from shoal.cli.announce import announced
+from shoal.cli.summary import answer, leave
+from shoal.launch.report import FAILED, Report
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
-    from shoal.facts.config.file import Loaded
     from shoal.launch.adopt.told import ToldRank
     from shoal.plan.resolve import Job
     from shoal.train.run_directory import RunDirectory
@@ -207,75 +204,9 @@ _ONE_EACH = {
 }
 
 
-def leave(code: int) -> NoReturn:
-    """Past what a backend, whose peers are gone, would wait for at the interpreter's end."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
-
-
 def _answered(report: Report, json: bool) -> int:
     tuning = {"tuning": report.tuning} if report.tuning is not None else {}
     return answer(report, json, {"heldout_loss": report.heldout_loss, "last": report.row, **tuning})
-
-
-def announced(
-    given: Loaded,
-    run: Path | None,
-    fresh: bool,
-    node: str | None = None,
-    nodes: int = 1,
-    ranks: int | None = None,
-    quiet: bool = False,
-) -> tuple[Job, RunDirectory, Console]:
-    """The job of a config and its run, with what a user is told before anything is computed.
-
-    ``ranks``: of each of the ``nodes``, where another launcher has started them; ``quiet``: one of them tells the user.
-    """
-    from shoal.cli.show import measured_rates, warn_of_length
-    from shoal.facts.config.implied import kept
-    from shoal.launch.manifest import predicted_time
-    from shoal.plan.resolve import resolve
-    from shoal.train.run_directory import RunDirectory
-
-    loaded, notes = given.config, _notes(given)
-    path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
-    directory = RunDirectory(path, node) if node is not None else RunDirectory(path)
-    if not fresh and directory.begun:
-        loaded, notes = kept(loaded, given.origins, path), []
-    with given.located():
-        job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"), nodes, ranks)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
-    where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
-    console.print(f"{job.model.name} on {where}", markup=False)
-    if not quiet:
-        warn_of_length(job.model, loaded.recipe.seq)
-    for note in notes:
-        console.print(note, markup=False)
-    console.print(predicted_time(job), markup=False)
-    if rates := measured_rates(job.cluster):
-        console.print(rates, markup=False)
-    if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
-        console.print(
-            f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
-        )
-    return job, directory, console
-
-
-def _notes(given: Loaded) -> list[str]:
-    """What a first start is told of values that it did not write."""
-    from shoal.facts.config.implied import ORIGINS, TOKENIZER
-
-    config, notes = given.config, []
-    if (origin := given.origin(TOKENIZER)) in ORIGINS:
-        notes.append(f"tokenizer: {config.data.tokenizer}, as {origin} has it (data.tokenizer is not set)")
-    if config.model.init_from is not None and "recipe.lr" not in given.origins:
-        notes.append(
-            f"note: recipe.lr is not set; the default, {config.recipe.lr:g}, suits the tiny preset; "
-            "fix: recipe.lr = 2e-5"
-        )
-    return notes
 
 
 def _further(
@@ -312,93 +243,3 @@ def _further(
         console.print(f"branching from {start.name}", markup=False)
         further.branch(job, run, start, local.tokenised(job, console).fingerprint)
     return job, run
-
-
-def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
-    """How a call ended, for a program or for a person; its exit code. ``more``: what the document adds."""
-    from shoal.cli.show import print_json
-
-    page = written_report(report.run)
-    if json:
-        ended = {
-            "run": str(report.run),
-            "report": str(page) if page is not None else None,
-            "step": report.step,
-            "exit_code": report.code,
-            "message": report.message,
-        }
-        print_json({**ended, **more})
-    else:
-        _summary(report, page, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
-    return report.code
-
-
-def written_report(run: Path) -> Path | None:
-    """Where the run's page is now; None where it could not be written, which is told and changes nothing else."""
-    from shoal.facts.problem import BadInput
-    from shoal.report.run.write import write_report
-
-    if not run.is_dir():
-        return None
-    try:
-        return write_report([run])[0]
-    except BadInput as error:
-        print(f"no report: {error}", file=sys.stderr)
-    except Exception as error:  # a run that has ended well must not fail for its picture
-        print(f"no report: {type(error).__name__}: {error}; try shoal report {run}", file=sys.stderr)
-    return None
-
-
-def _summary(report: Report, page: Path | None, console: Console) -> None:
-    from shoal.facts.losses import mean_over
-    from shoal.train.run_directory import RunDirectory
-
-    console.print(report.message, markup=False)
-    if report.tuning is not None:
-        from shoal.cli.tune import print_tuning
-
-        print_tuning(report.tuning, console)
-    if report.code != FINISHED:
-        if page is not None:
-            console.print(f"see {page}  what happened, on one page", markup=False)
-        return
-    if report.row:
-        heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
-        loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
-        console.print(f"final loss: training {loss}{heldout} (nats/{mean_over(report.row)})")
-    if report.skipped:
-        console.print(
-            f"skipped {counted(report.skipped, 'update')}: gradients were not finite (faults.jsonl)"
-        )
-    console.print("see")
-    for file, what in (
-        ("report.html", "all of it on one page: curves, faults, memory, time, samples"),
-        ("metrics.jsonl", "every step: loss, rate, memory"),
-        ("samples.jsonl", "text that the model generated during training"),
-        ("checkpoints", "weights with Hugging Face names, every byte hashed"),
-        ("config.toml", "the complete, resolved config"),
-    ):
-        path = report.run / file
-        if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
-            console.print(f"  {path}  {what}", markup=False)
-    if RunDirectory(report.run).disk.committed():
-        # Words that a shell takes as they are, wherever the run lies.
-        run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
-        console.print("next")
-        told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
-        console.print(f"  shoal generate {run} {told} from its weights", markup=False)
-        console.print(
-            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
-        )
-
-
-def _is_chat(run: Path) -> bool:
-    """Whether a run learned to answer, as its config says: then text to continue shows little of it."""
-    from shoal.facts.config.file import load
-    from shoal.facts.problem import BadInput
-
-    try:
-        data = load(run / "config.toml").config.data
-    except BadInput:
-        return False
-    return any(part.format != "text" and part.template != "none" for part in data.parts)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal.launch.screen import Console
 from shoal.launch.tuning.trials import MOST_LAYOUTS
-
-# Columns that a table may take, so that no layout is cut; it takes as many as it needs.
-UNBROKEN = 1000
 
 
 def tune(
@@ -58,8 +54,9 @@ def tune(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
+    from shoal.cli.announce import announced
     from shoal.cli.show import use_calibration
-    from shoal.cli.train import announced, answer
+    from shoal.cli.summary import answer
     from shoal.facts.config.file import load
     from shoal.facts.layout import parse_layouts
     from shoal.facts.problem import BadInput
@@ -79,29 +76,3 @@ def tune(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         report = local.train(job, directory, fresh, console, visible, tried=tried)
     return answer(report, json, report.tuning or {})
-
-
-def print_tuning(found: dict[str, Any], console: Console) -> None:
-    """What was tried, as a table, then what that cost beside what it gained."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="")
-    for name in ("", "predicted", "measured", "steps", "layout"):
-        table.add_column(name, justify="left" if name in ("", "layout") else "right", no_wrap=True)
-    for row in found["layouts"]:
-        mark = "✓" if row["layout"] == found["chosen"] else "✗" if row["failed"] else ""
-        seconds = f"{row['measured_step_s']:.3g} s" if row["measured_step_s"] else "not tried"
-        bar = f"{row['predicted_step_s']:.3g} s ±{row['error_bar']:.0%}"
-        table.add_row(mark, bar, "failed" if row["failed"] else seconds, str(row["steps"]), row["layout"])
-    console.print(table, soft_wrap=False, width=UNBROKEN)
-    cost, gain = found["cost"], found["gain"]
-    chosen = f"chosen: {found['chosen']}, " if found["chosen"] else ""
-    console.print(f"{chosen}{found['why']}", markup=False)
-    moves = f"{len(found['moves'])} move{'s' * (len(found['moves']) != 1)} {cost['moves_s']:.1f} s"
-    rest = f"slow first steps {cost['warm_up_s']:.1f} s, slower layouts {cost['slower_steps_s']:.1f} s"
-    console.print(f"cost: {moves}, {rest}", markup=False)
-    ahead = f", {gain['expected_s']:.1f} s more expected" if found["step"] < found["steps"] else ""
-    console.print(
-        f"gain over {found['first']}: {gain['saved_s']:.1f} s{ahead}; net {found['net_s']:+.1f} s",
-        markup=False,
-    )

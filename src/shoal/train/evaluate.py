@@ -14,8 +14,8 @@ from shoal.facts.config import EvaluateSection
 from shoal.facts.layout.sequence import length_unit
 from shoal.models.generate import generate
 from shoal.models.random import key
-from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
 from shoal.train.data.loader import Loader, validation_rows
 from shoal.train.data.samples import AnySamples

@@ -24,12 +24,12 @@ from torch.optim.sgd import sgd
 
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.model.parameters import block_of
-from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.state_files import GRADIENT, new_weights
 from shoal.parallel.offload.states import OffloadedStates
+from shoal.parallel.placed import Placed
 from shoal.parallel.shards import Shard, goes_home
 from shoal.train import host_adamw
 from shoal.train.adamw import AdamW, HostPart

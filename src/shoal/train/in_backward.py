@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.recipe import Recipe
-from shoal.parallel.apply import Placed
+from shoal.parallel.placed import Placed
 from shoal.parallel.shards import Shard, gradient
 from shoal.train.optimizer import (
     build,

@@ -22,8 +22,8 @@ from blake3 import blake3
 
 from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
-from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.storage import step_name

@@ -18,8 +18,8 @@ from shoal.facts.model.parameters import CORRECTION
 from shoal.facts.recipe import Recipe
 from shoal.models.device_copy import to_device
 from shoal.models.random import key
-from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm

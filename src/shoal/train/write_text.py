@@ -17,8 +17,9 @@ from shoal.facts.layout.sequence import length_unit
 from shoal.models.generate import TokenCandidates, generate
 from shoal.models.key_value_cache import KeyValueCache
 from shoal.models.random import key
-from shoal.parallel.apply import Placed, apply
+from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
 from shoal.plan.resolve import Job
 from shoal.train.first_weights import weights_of

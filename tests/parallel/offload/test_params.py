@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.parallel.apply import Placed
+from shoal.parallel.placed import Placed
 from shoal.parallel.shards import gradient
 from shoal.parallel.stage_module import MicroBatch, local_tensor
 

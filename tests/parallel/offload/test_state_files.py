@@ -153,5 +153,5 @@ def test_activations_in_files_are_those_in_memory(files: DirectFiles, kind: str)
 
 
 def test_a_layout_with_files_and_none_given_is_refused() -> None:
-    with pytest.raises(ValueError, match="is given no files"):
+    with pytest.raises(ValueError, match="no files were opened for it"):
         made("offload=optimizer@nvme")

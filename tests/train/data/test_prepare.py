@@ -16,7 +16,7 @@ import pytest
 import tokenizers as hf
 
 from shoal.facts.problem import BadInput
-from shoal.train.data import encode, rows, shards
+from shoal.train.data import encode, encode_all, rows, shards
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.prepare import prepare
 
@@ -53,7 +53,7 @@ def small_pieces(monkeypatch):
     """Many pieces, tasks, shards and blocks out of little text."""
     monkeypatch.setattr(rows, "PIECE_BYTES", 500)
     monkeypatch.setattr(encode, "PIECE_BYTES", 1500)
-    monkeypatch.setattr(encode, "INLINE_BYTES", 0)
+    monkeypatch.setattr(encode_all, "INLINE_BYTES", 0)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
     monkeypatch.setattr(shards, "BLOCK_TOKENS", 170)
 
@@ -234,7 +234,7 @@ def age(directory):
 KILLED_WITH_WORKERS = """
 import sys, time
 from pathlib import Path
-from shoal.train.data import encode
+from shoal.train.data import encode, encode_all
 from shoal.train.data.prepare import prepare
 
 def progress(done, total):
@@ -242,7 +242,7 @@ def progress(done, total):
     time.sleep(60)
 
 if __name__ == "__main__":
-    encode.INLINE_BYTES = 0
+    encode_all.INLINE_BYTES = 0
     encode.PIECE_BYTES = 100
     prepare(sys.argv[1], cache=Path(sys.argv[2]), workers=2, progress=progress)
 """

@@ -190,6 +190,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     if again != content:
         raise Damaged(f"{where} was changed after it was written: its hash does not match")
     _check(manifest, where)
+    _check_index(manifest, where)
     return manifest
 
 
@@ -215,6 +216,20 @@ def _check(manifest: Manifest, where: str) -> None:
         check_complete(manifest, where)
     for piece in manifest.pieces if manifest.parts else ():
         check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
+
+
+def _check_index(manifest: Manifest, where: str) -> None:
+    """Refuse an index that leads nowhere."""
+    for kind, tensors in manifest.index.items():
+        for tensor, runs in tensors.items():
+            shape = manifest.shape_of(kind or "weight", tensor)
+            for first, step, count, offset, apart, size in runs:
+                same = shape is not None and len(offset) == len(apart) == len(size) == len(shape)
+                if not same or count < 1 or first + step * (count - 1) >= len(manifest.parts):
+                    raise Damaged(f"{where}: its index of {tensor} names parts that do not exist")
+    for part in manifest.parts:
+        if part.bytes > LARGEST_MANIFEST:
+            raise Damaged(f"{where}: {part.file} is too long for a list: {part.bytes} bytes")
 
 
 def check_complete(manifest: Manifest, where: str) -> None:

@@ -20,7 +20,6 @@ from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.optimizers import OF_MATRICES
 from shoal.train.checkpoint.manifest import (
     IN_PARTS,
-    LARGEST_MANIFEST,
     Damaged,
     ListedPart,
     Manifest,
@@ -161,20 +160,6 @@ def completed(place: CheckpointStorage, step: int, manifest: Manifest) -> Manife
     whole = manifest.model_copy(update={"pieces": (*manifest.pieces, *every)})
     check_complete(whole, place.name(step))
     return whole
-
-
-def check_index(manifest: Manifest, where: str) -> None:
-    """Refuse an index that leads nowhere."""
-    for kind, tensors in manifest.index.items():
-        for tensor, runs in tensors.items():
-            shape = manifest.shape_of(kind or "weight", tensor)
-            for first, step, count, offset, apart, size in runs:
-                same = shape is not None and len(offset) == len(apart) == len(size) == len(shape)
-                if not same or count < 1 or first + step * (count - 1) >= len(manifest.parts):
-                    raise Damaged(f"{where}: its index of {tensor} names parts that it has not")
-    for part in manifest.parts:
-        if part.bytes > LARGEST_MANIFEST:
-            raise Damaged(f"{where}: {part.file} is too long for a list: {part.bytes} bytes")
 
 
 def _kind(state: str) -> str:

@@ -1,16 +1,11 @@
-"""Encode documents into token spool files, in worker processes."""
+"""Encode the documents of one task into token spool files."""
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
-import os
-import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,6 @@ from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
-INLINE_BYTES = 32 << 20  # below this, starting processes takes longer than the work
 
 
 @dataclass(frozen=True)
@@ -70,51 +64,6 @@ def group(pieces: Iterable[FilePiece], spool: Path, reading: RowFormat) -> Itera
             number, waiting, size = number + 1, [], 0
     if waiting:
         yield EncodeTask(number, tuple(waiting), spool, reading)
-
-
-def encode_all(
-    tasks: list[EncodeTask],
-    tokenizer: Tokenizer,
-    tokenizer_text: str,
-    end_token: str | None,
-    workers: int,
-    progress: Callable[[int, int], None] | None,
-    ray: str | None = None,
-) -> list[Encoded]:
-    """Every task's result, in the order of the tasks. Small work is done in this process.
-
-    ``ray``: the address of a Ray cluster, whose nodes do it instead.
-    """
-    total, done = sum(task.bytes for task in tasks), 0
-    results: dict[int, Encoded] = {}
-    if ray is not None:
-        from shoal.train.data.ray_engine import encode_on_ray
-
-        encoded = encode_on_ray(tasks, tokenizer, tokenizer_text, end_token, ray)
-    elif workers <= 1 or len(tasks) == 1 or total <= INLINE_BYTES:
-        encoded = ((task, encode(task, tokenizer)) for task in tasks)
-    else:
-        encoded = _encode_in_pool(tasks, min(workers, len(tasks)), tokenizer_text, end_token)
-    for task, result in encoded:
-        results[task.number] = result
-        done += task.bytes
-        if progress:
-            progress(done, total)
-    return [results[task.number] for task in tasks]
-
-
-def _encode_in_pool(
-    tasks: list[EncodeTask], workers: int, tokenizer_text: str, end_token: str | None
-) -> Generator[tuple[EncodeTask, Encoded]]:
-    # spawn, not fork: the caller may hold threads and a GPU.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    try:
-        waiting = {pool.submit(_encode_in_worker, task, tokenizer_text, end_token): task for task in tasks}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
@@ -241,21 +190,3 @@ def _join(batch: _Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, 
 
 # A worker opens its tokenizer once, not once a task.
 open_once = functools.cache(open_tokenizer)
-
-
-def _encode_in_worker(task: EncodeTask, tokenizer_text: str, end_token: str | None) -> Encoded:
-    return encode(task, open_once(tokenizer_text, end_token))
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool's workers wait for work for ever when their parent is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

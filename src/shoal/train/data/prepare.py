@@ -21,7 +21,8 @@ from shoal.facts.losses import Format
 from shoal.facts.problem import BadInput
 from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
-from shoal.train.data.encode import Encoded, EncodeTask, encode_all, group, token_type
+from shoal.train.data.encode import Encoded, EncodeTask, group, token_type
+from shoal.train.data.encode_all import encode_all
 from shoal.train.data.remote import MAGIC, fetch, is_remote, look, recall, remember
 from shoal.train.data.row_format import RowFormat, row_format
 from shoal.train.data.rows import cut

@@ -1,0 +1,139 @@
+"""How a call that trained ended: what became of the run, its files, and what may be done with it next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shoal.cli.show import counted
+from shoal.launch.report import FAILED, FINISHED, Report
+from shoal.launch.screen import Console
+
+# Columns that a table may take, so that no layout is cut; it takes as many as it needs.
+UNBROKEN = 1000
+
+
+def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
+    """How a call ended, for a program or for a person; its exit code. ``more``: what the document adds."""
+    from shoal.cli.show import print_json
+
+    page = written_report(report.run)
+    if json:
+        ended = {
+            "run": str(report.run),
+            "report": str(page) if page is not None else None,
+            "step": report.step,
+            "exit_code": report.code,
+            "message": report.message,
+        }
+        print_json({**ended, **more})
+    else:
+        _summary(report, page, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
+    return report.code
+
+
+def written_report(run: Path) -> Path | None:
+    """Where the run's page is now; None where it could not be written, which is told and changes nothing else."""
+    from shoal.facts.problem import BadInput
+    from shoal.report.run.write import write_report
+
+    if not run.is_dir():
+        return None
+    try:
+        return write_report([run])[0]
+    except BadInput as error:
+        print(f"no report: {error}", file=sys.stderr)
+    except Exception as error:  # a run that has ended well must not fail for its picture
+        print(f"no report: {type(error).__name__}: {error}; try shoal report {run}", file=sys.stderr)
+    return None
+
+
+def _summary(report: Report, page: Path | None, console: Console) -> None:
+    from shoal.facts.losses import mean_over
+    from shoal.train.run_directory import RunDirectory
+
+    console.print(report.message, markup=False)
+    if report.tuning is not None:
+        _print_tuning(report.tuning, console)
+    if report.code != FINISHED:
+        if page is not None:
+            console.print(f"see {page}  what happened, on one page", markup=False)
+        return
+    if report.row:
+        heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
+        loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
+        console.print(f"final loss: training {loss}{heldout} (nats/{mean_over(report.row)})")
+    if report.skipped:
+        console.print(
+            f"skipped {counted(report.skipped, 'update')}: gradients were not finite (faults.jsonl)"
+        )
+    console.print("see")
+    for file, what in (
+        ("report.html", "all of it on one page: curves, faults, memory, time, samples"),
+        ("metrics.jsonl", "every step: loss, rate, memory"),
+        ("samples.jsonl", "text that the model generated during training"),
+        ("checkpoints", "weights with Hugging Face names, every byte hashed"),
+        ("config.toml", "the complete, resolved config"),
+    ):
+        path = report.run / file
+        if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
+            console.print(f"  {path}  {what}", markup=False)
+    if RunDirectory(report.run).disk.committed():
+        # Words that a shell takes as they are, wherever the run lies.
+        run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
+        console.print("next")
+        told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
+        console.print(f"  shoal generate {run} {told} from its weights", markup=False)
+        console.print(
+            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
+        )
+
+
+def _is_chat(run: Path) -> bool:
+    """Whether a run learned to answer, as its config says: then text to continue shows little of it."""
+    from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
+
+    try:
+        data = load(run / "config.toml").config.data
+    except BadInput:
+        return False
+    return any(part.format != "text" and part.template != "none" for part in data.parts)
+
+
+def _print_tuning(found: dict[str, Any], console: Console) -> None:
+    """What was tried, as a table, then what that cost beside what it gained."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("", "predicted", "measured", "steps", "layout"):
+        table.add_column(name, justify="left" if name in ("", "layout") else "right", no_wrap=True)
+    for row in found["layouts"]:
+        mark = "✓" if row["layout"] == found["chosen"] else "✗" if row["failed"] else ""
+        seconds = f"{row['measured_step_s']:.3g} s" if row["measured_step_s"] else "not tried"
+        bar = f"{row['predicted_step_s']:.3g} s ±{row['error_bar']:.0%}"
+        table.add_row(mark, bar, "failed" if row["failed"] else seconds, str(row["steps"]), row["layout"])
+    console.print(table, soft_wrap=False, width=UNBROKEN)
+    cost, gain = found["cost"], found["gain"]
+    chosen = f"chosen: {found['chosen']}, " if found["chosen"] else ""
+    console.print(f"{chosen}{found['why']}", markup=False)
+    moves = f"{len(found['moves'])} move{'s' * (len(found['moves']) != 1)} {cost['moves_s']:.1f} s"
+    rest = f"slow first steps {cost['warm_up_s']:.1f} s, slower layouts {cost['slower_steps_s']:.1f} s"
+    console.print(f"cost: {moves}, {rest}", markup=False)
+    ahead = f", {gain['expected_s']:.1f} s more expected" if found["step"] < found["steps"] else ""
+    console.print(
+        f"gain over {found['first']}: {gain['saved_s']:.1f} s{ahead}; net {found['net_s']:+.1f} s",
+        markup=False,
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """Past what a backend, whose peers are gone, would wait for at the interpreter's end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
