@@ -27,6 +27,15 @@ def test_a_batch_of_one_is_the_limit() -> None:
     assert f"do {share:.0%} of what 64 do" in advice.text
 
 
+def test_devices_that_share_sequences_though_memory_would_not_make_them() -> None:
+    """Eight sequences on 64 GPUs: each of four data ranks has two, enough for its stages, and memory stays free."""
+    found = answered("llama3-8b", "64xH100", 8192, 8)
+    advice = found.decision.batch
+    assert advice is not None and [offer.batch for offer in advice.offers] == [64]
+    assert advice.offers[0].gain > 0.4
+    assert not any("network" in reason for reason in found.decision.reasons)
+
+
 def test_a_hundred_sequences_become_96_or_128() -> None:
     found = answered("llama3-8b", "64xH100", 8192, 100)
     advice = found.decision.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.plan.headroom import free_bytes
 from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
@@ -13,6 +14,8 @@ from shoal.plan.scale import best, resized
 HELD_UP = 0.7
 # Another batch that gives less than this is not worth changing a recipe for.
 WORTH_IT = 0.02
+# Where this much of the memory is free, it is not for want of memory that devices share sequences.
+SPARE = 0.75
 # Sequences that several devices share for their length, and not for want of others.
 LONG = 32768
 # Where a search takes long, another batch is named and not tried.
@@ -101,10 +104,12 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
 
 
 def _starved(plan: Plan) -> bool:
-    """Whether data ranks have one sequence each, or too few for their pipeline, and it shows."""
+    """Whether data ranks have one sequence each, or too few for their pipeline, or share sequences though memory would
+    not make them, and it shows."""
     layout = plan.layout
     each = plan.workload.recipe.batch // layout.data_ranks
-    return (each == 1 or each < layout.pp) and plan.vs_ddp < HELD_UP
+    idle = free_bytes(plan.memory) > SPARE * plan.memory.capacity
+    return (each == 1 or each < layout.pp or idle) and plan.vs_ddp < HELD_UP
 
 
 def near(batch: int, devices: int) -> list[int]:

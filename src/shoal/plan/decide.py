@@ -55,9 +55,9 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
         return Decision(" ".join(sentences), plan.world > 1, _input(plan))
     run = f"Run {plan.layout}: {_numbers(plan)}"
     sentences = [run, chosen.why, *chosen.differ, *not_run(plan, plans), _beside_ddp(plan)]
-    distribute, reasons = _not_to_distribute(asked, plan)
-    text = " ".join([*sentences, *_unrun(plan, remedies)])
     advice = batch_advice(asked, plan)
+    distribute, reasons = _not_to_distribute(asked, plan, starved=advice is not None)
+    text = " ".join([*sentences, *_unrun(plan, remedies)])
     limits = [advice.text] if advice else []
     return Decision(text, distribute, [*reasons, *limits, *_input(plan)], advice)
 
@@ -172,12 +172,14 @@ def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str
 # When not to distribute.
 
 
-def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]:
+def _not_to_distribute(asked: PlanRequest, plan: Plan, starved: bool) -> tuple[bool, list[str]]:
+    """``starved``: the batch is the limit, so that the network is not to blame."""
     if plan.world == 1:
         return False, []
+    slow = [] if starved else _slow_network(asked, plan)
     one = _on_one(asked)
     if one is None:
-        return True, [*_slow_network(asked, plan), *_lora(asked)]
+        return True, [*slow, *_lora(asked)]
     faster = plan.tokens_per_s / one.tokens_per_s
     if faster <= 1:
         reason = f"{plan.world} GPUs are slower than one ({faster:.2f} times its throughput): the links are too slow."
@@ -203,7 +205,7 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]
         )
     if faster < plan.world / 2:
         reasons.append(f"Scaling efficiency is below 50%: {plan.world} GPUs do the work of {faster:.1f}.")
-    return distribute, [*reasons, *_slow_network(asked, plan)]
+    return distribute, [*reasons, *slow]
 
 
 def _on(asked: PlanRequest, devices: int) -> Plan | None:

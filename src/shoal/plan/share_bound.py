@@ -33,13 +33,14 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
-from shoal.predict.time.layer import Passes, Seconds
+from shoal.predict.time.layer import Held, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.step import (
     ALWAYS,
     CostModel,
     RankKind,
     beside_products,
+    rests,
     stage_kinds,
     within_pass,
 )
@@ -92,6 +93,9 @@ class ShareBound:
         self.kinds = cache(self._stage_kinds)
         self.body = cache(self._all_layers)
         self._compiles = cache(self._compiled_blocks)
+        self._least_held = cache(self._least_handled)
+        self.moving = cache(self._moved_beside)
+        self.measured = isinstance(self.on.kernels, MeasuredKernels)
         # Frozen weights have no gradients; where some are, that of the others is left out.
         self.frozen = self.lora is not None or self.recipe.freezes
         # A step waits for the slowest of all devices, and once for the host.
@@ -130,22 +134,22 @@ class ShareBound:
         """Every micro-batch reads all weights of a layer for each of its products, however few tokens it has. What was
         measured may come from a cache.
         """
-        if isinstance(self.on.kernels, MeasuredKernels):
+        if self.measured:
             return 0.0
         seconds = 0.0
         body, moved = self.body(split.tp, share.sp), self.on.kernels.moved
-        for part in self._parts(split, share, layer.NONE, False):
+        for part in self._parts(split, share, layer.FREE, False):
             count = body.sparse if part.experts else body.dense
             shapes = layer.products(self.model, part, self.stack.joined)
-            read = sum(times * inner * columns for _, inner, columns, times in shapes)
-            written = sum(times * rows * (inner + columns) for rows, inner, columns, times in shapes)
+            read = sum(one.parameters for one in shapes)
+            written = sum(one.times * one.groups * one.rows * (one.inner + one.columns) for one in shapes)
             seconds += count * (2 if self.frozen else 3) * moved((read + written) * self.on.kernels.width)
         return self._micro_batches(split, share) * seconds / self.on.faster
 
     def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All that is computed within layers, evenly over all devices."""
         body, seconds = self.body(split.tp, share.sp), 0.0
-        for part in self._parts(split, share, layer.NONE, compiled):
+        for part in self._parts(split, share, layer.FREE, compiled):
             one = self.on.layer(part)
             worked = one.forward + one.input + (0.0 if self.frozen else one.weight)
             seconds += (body.sparse if part.experts else body.dense) * worked
@@ -153,7 +157,7 @@ class ShareBound:
 
     def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All computation and exchange within layers, evenly over all devices: whatever the depth of a pipeline."""
-        costs = self.costs(split, share, "none", layer.NONE, compiled)
+        costs = self.costs(split, share, "none", self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         return self._micro_batches(split, share) * total + self.once
@@ -165,7 +169,7 @@ class ShareBound:
     @cached_property
     def _attention(self) -> float:
         """Of a whole batch, on one device. What was measured depends on its shape, so it is left out there."""
-        if isinstance(self.on.kernels, MeasuredKernels):
+        if self.measured:
             return 0.0
         recipe, layers = self.recipe, self.model.layers
         whole = layer.LayerShare(recipe.batch * recipe.seq, 0.0, recipe.batch, recipe.seq, 1, 1, False)
@@ -190,7 +194,7 @@ class ShareBound:
         """All computation and exchange within layers, evenly over the pipeline; with ``orders`` to choose from also how
         long each of its ranks then waits for the others. ``compiled``: None where not all of them agree.
         """
-        costs = self.costs(split, share, recompute, layer.NONE, compiled)
+        costs = self.costs(split, share, recompute, self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -242,28 +246,90 @@ class ShareBound:
             known = self._waits[key] = min(min(found), float(times))
         return known
 
-    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Passes:
-        sharded = states.zero == 3 and placed(split, states).sharded.size > 1
+    def least_held(self, split: ModelSplit, share: WorkShare) -> Held:
+        """Whatever becomes of states: in a pipeline no gradients add up in shards."""
+        if split.pp == 1:
+            return layer.FREE
+        return self._least_held(accumulation(self.recipe.batch, split.data, share.micro))
+
+    def _least_handled(self, times: int) -> Held:
+        least = Passes(*map(min, self.on.handling("whole", times), self.on.handling("kept", times)))
+        return Held(least, least)
+
+    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Held:
+        """At least, also where experts are on fewer ranks than here."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
         # One device that works through all of a batch at once widens no gradient.
         alone = split.data * split.tp * split.cp * split.pp == 1
-        return self.on.handling(sharded, times, narrow=alone and times == 1)
+        found = []
+        for ep in (1, share.ep):
+            sharded = states.zero == 3 and placed(split, states, ep).sharded.size > 1
+            found.append(self.on.handling(rests(sharded, split.pp), times, narrow=alone and times == 1))
+        dense, routed = found
+        if self.model.experts is None:
+            return Held(dense, dense)
+        whole = self.on.handling("whole", times, narrow=alone and times == 1)
+        return Held(dense, Passes(*map(min, routed, whole)))
 
     def costs(
         self,
         split: ModelSplit,
         share: WorkShare,
         recompute: Recompute,
-        held: Passes,
+        held: Held,
         compiled: bool | None = None,
     ) -> Costs:
         """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
         compiled = self.compiled(split, None) if compiled is None else compiled
-        key = (split.tp, split.cp, *share, recompute, held, compiled)
+        # What moves beside products is added: it differs with every number of micro-batches. Where kernels were
+        # measured, it is measured as well.
+        within = held if self.measured else layer.FREE
+        key = (split.tp, split.cp, *share, recompute, within, compiled)
         known = self._costs.get(key)
         if known is None:
-            known = self._costs[key] = self._priced(split, share, recompute, held, compiled)
-        return known
+            known = self._costs[key] = self._priced(split, share, recompute, within, compiled)
+        return known if within == held else self._holding(known, split, share, recompute, held)
+
+    def _holding(
+        self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Held
+    ) -> Costs:
+        """With what moves of weights and their gradients."""
+        dense, sparse, last = self.moving(split.tp, share.ep, held)
+        times = 2 if recompute == "full" else 1
+        more = times * dense.forward + dense.backward, times * sparse.forward + sparse.backward
+        end = costs.last
+        return Costs(
+            costs.dense + more[0],
+            costs.sparse + more[1],
+            costs.first,
+            Seconds(end.forward + last.forward, end.input + last.backward, end.weight, end.again, end.full),
+            costs.dense_computed + more[0],
+            costs.sparse_computed + more[1],
+            costs.forward + max(dense.forward, sparse.forward),
+            costs.backward + max(more[0] - dense.forward, more[1] - sparse.forward),
+        )
+
+    def _moved_beside(self, tp: int, ep: int, held: Held) -> list[Passes]:
+        """Seconds beside products: of a layer without experts, of one with them, and of the head."""
+        moved, (own, routed) = self.on.kernels.moved, held
+        sizes = [*self._matrices_of(tp, ep), (-(-self.model.vocab // tp) * self.model.hidden, 0)]
+        return [
+            Passes(
+                moved(mine * own.forward + others * routed.forward),
+                0.0 if self.frozen else moved(mine * own.backward + others * routed.backward),
+            )
+            for mine, others in sizes
+        ]
+
+    def _matrices_of(self, tp: int, ep: int) -> list[tuple[int, int]]:
+        """Parameters of a layer without and of one with experts: all but experts' own, and these."""
+        body, found = self.body(tp, True), []
+        for sparse, count in ((False, body.dense), (True, body.sparse)):
+            share = layer.LayerShare(1, 1.0, 1, 1, tp, ep, sparse)
+            shapes = layer.products(self.model, share, self.stack.joined) if count else []
+            routed = sum(one.parameters for one in shapes if one.routed)
+            found.append((sum(one.parameters for one in shapes) - routed, routed))
+        return found
 
     def compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
         return self._compiles(split.pp, order.schedule if order else "1f1b")
@@ -272,7 +338,7 @@ class ShareBound:
         return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
 
     def _priced(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes, compiled: bool
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Held, compiled: bool
     ) -> Costs:
         """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
         layout = layout_of(
@@ -313,8 +379,8 @@ class ShareBound:
             forwards.append(one.forward)
             backwards.append(backward)
         rows = -(-model.vocab // split.tp)
-        embedding = self.on.embedding(tokens, rows, held)
-        head = self.on.head(tokens, rows, held)
+        embedding = self.on.embedding(tokens, rows, held.dense)
+        head = self.on.head(tokens, rows, held.dense)
         first, last = (
             end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
         )
@@ -322,7 +388,7 @@ class ShareBound:
         return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
     def _parts(
-        self, split: ModelSplit, share: WorkShare, held: Passes, compiled: bool
+        self, split: ModelSplit, share: WorkShare, held: Held, compiled: bool
     ) -> Iterator[layer.LayerShare]:
         """A rank's share of a layer, of each kind that there is."""
         body = self.body(split.tp, share.sp)

@@ -30,7 +30,7 @@ from shoal.predict.rank_parameters import (
     trained_with_experts,
 )
 from shoal.predict.time import host, layer
-from shoal.predict.time.layer import Passes, Seconds
+from shoal.predict.time.layer import Held, Passes, Seconds
 from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     resting_bytes,
@@ -59,7 +59,7 @@ class TimeBound(ShareBound):
         split: ModelSplit,
         share: WorkShare,
         order: PipelineOrder,
-        held: Passes = layer.NONE,
+        held: Held | None = None,
         played: bool = False,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
@@ -67,6 +67,7 @@ class TimeBound(ShareBound):
         ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
         that never fills, whose waiting has no formula and takes a while to find.
         """
+        held = held or self.least_held(split, share)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
         hosts = self._hosts(order.recompute, self.compiled(split, order))
         total = slowest = 0.0
@@ -158,12 +159,19 @@ class TimeBound(ShareBound):
         self, split: ModelSplit, share: WorkShare, times: int, compiled: bool | None
     ) -> tuple[float, float]:
         """Of a layer, computed again."""
-        held = self.on.handling(False, times)
+        found = [self.on.handling(rests, times) for rests in layer.RESTS]
+        most = Passes(*map(max, zip(*found, strict=True)))
+        held = Held(most, most)
+        within = held if self.measured else layer.FREE
         ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
-        found = [self.on.layer(part) for way in ways for part in self._parts(split, share, held, way)]
-        return max(one.forward for one in found), max(
-            one.backward + max(one.full, one.again) for one in found
-        )
+        passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, within, way)]
+        forward = max(one.forward for one in passes)
+        backward = max(one.backward + max(one.full, one.again) for one in passes)
+        if not self.measured:
+            *layers, _ = self.moving(split.tp, share.ep, held)
+            ahead, back = (max(way) for way in zip(*layers, strict=True))
+            forward, backward = forward + ahead, backward + ahead + back
+        return forward, backward
 
     def _host_of_layer(self, recompute: Recompute, compiled: bool) -> float:
         return sum(host.of_layer(self.on, recompute, compiled))

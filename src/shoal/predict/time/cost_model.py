@@ -16,7 +16,7 @@ from shoal.predict.time import layer as layers
 from shoal.predict.time import measured_layer
 from shoal.predict.time.float8 import in_float8
 from shoal.predict.time.kernels import Kernels
-from shoal.predict.time.layer import LayerShare, Passes, Seconds
+from shoal.predict.time.layer import LayerShare, Passes, Rests, Seconds
 from shoal.predict.time.links import Links
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
@@ -34,6 +34,7 @@ class CostModel:
     stack: Stack
     rates: Calibration
     _layers: dict[LayerShare, Seconds] = field(default_factory=dict)
+    _handled: dict[tuple[Rests, int, bool], Passes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = Links(self.cluster, self.rates)
@@ -105,11 +106,17 @@ class CostModel:
             return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
         return layers.embedding(self.model, self.kernels, tokens)
 
-    def handling(self, sharded: bool, micro_batches: int, narrow: bool = False) -> Passes:
+    def handling(self, rests: Rests, micro_batches: int, narrow: bool = False) -> Passes:
         """Bytes that move for every parameter and micro-batch. ``narrow``: gradients stay as they were computed."""
-        if isinstance(self.kernels, MeasuredKernels):
-            return measured_layer.handling(self.kernels.widths, sharded, micro_batches, narrow)
-        return layers.handling(self.stack, self.recipe, sharded, micro_batches)
+        key = rests, micro_batches, narrow
+        known = self._handled.get(key)
+        if known is None:
+            if isinstance(self.kernels, MeasuredKernels):
+                known = measured_layer.handling(self.kernels.widths, self.recipe, *key)
+            else:
+                known = layers.handling(self.stack, self.recipe, rests, micro_batches)
+            self._handled[key] = known
+        return known
 
 
 def cost_model(workload: Workload) -> CostModel:

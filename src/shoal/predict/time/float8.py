@@ -20,14 +20,16 @@ def in_float8(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds,
     """``plain``: the layer in bf16. ``faster``: how many times faster the device multiplies in fp8."""
     products_forward = products_input = products_weight = 0.0
     forward = backward = 0.0  # bytes
-    for rows, inner, columns, times in products(model, share):
-        products_forward += times * kernels.product(rows, inner, columns)
-        products_input += times * kernels.product(rows, columns, inner)
-        products_weight += times * kernels.product(inner, rows, columns)
+    for one in products(model, share):
+        ahead, inputs, weights = kernels.ways(one)
+        products_forward += ahead
+        products_input += inputs
+        products_weight += weights
         # Projections of the same width read the same input, which is rounded once.
-        forward += INPUTS.forward * rows * inner + times * WEIGHTS.forward * inner * columns
-        backward += INPUTS.backward * rows * inner + times * WEIGHTS.backward * inner * columns
-        backward += times * GRADIENTS * rows * columns
+        rows = one.groups * one.rows
+        forward += INPUTS.forward * rows * one.inner + WEIGHTS.forward * one.parameters
+        backward += INPUTS.backward * rows * one.inner + WEIGHTS.backward * one.parameters
+        backward += one.times * GRADIENTS * rows * one.columns
     saved = 1 - 1 / faster
     ahead = kernels.moved(forward * COMPILED_FUSION) - saved * products_forward
     back = kernels.moved(backward * COMPILED_FUSION)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.facts.calibration import DeviceRates
+from shoal.facts.calibration.measurements import Way
 
 # Tiles that libraries cut a product's result into, and what a tile of that size reaches of the largest one's rate:
 # smaller ones read their inputs more often.
@@ -12,6 +14,24 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (6
 # Of a product with few tiles, the inner length can be split; every part then has at least this much of it.
 SHORTEST_SPLIT = 512
 SPLITS = (1, 2, 4, 8)
+# Rows that each expert's tokens cost a grouped product beyond their number: tiles that are not full, and what starts
+# anew. On an H200 it lost as much as 160 to 220 more rows per expert would take, of 256, 1,024 and 4,096 rows alike.
+GROUP_ROWS = 200
+
+
+class Product(NamedTuple):
+    """A matrix product of a layer's forward pass: ``times`` kernels, each of one or of as many as there are experts."""
+
+    rows: int  # of each
+    inner: int
+    columns: int
+    times: int
+    groups: int = 1
+    routed: bool = False  # whether its matrices are those of experts that some tokens are sent to
+
+    @property
+    def parameters(self) -> int:
+        return self.times * self.groups * self.inner * self.columns
 
 
 @dataclass
@@ -22,29 +42,46 @@ class Kernels:
     peak: float  # FLOP/s of dense products
     bandwidth: float  # bytes/s of the device's memory
     width: int  # bytes of an element
-    _times: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _times: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
 
     @property
     def fastest(self) -> float:
         """FLOP/s that no product exceeds."""
         return self.peak * self.rates.matmul
 
-    def product(self, rows: int, inner: int, columns: int) -> float:
-        """Seconds of [rows, inner] × [inner, columns]."""
-        key = rows, inner, columns
+    def product(self, rows: int, inner: int, columns: int, way: Way = "forward", groups: int = 1) -> float:
+        """Seconds of [rows, inner] × [inner, columns]; of ``groups`` of them in one kernel. ``way``: whose product it
+        is, which matters where each was measured.
+        """
+        key = rows, inner, columns, groups
         known = self._times.get(key)
         if known is None:
-            known = self._times[key] = self._product(rows, inner, columns)
+            known = self._times[key] = self._product(rows, inner, columns, groups)
         return known
 
-    def _product(self, rows: int, inner: int, columns: int) -> float:
+    def ways(self, shape: Product) -> tuple[float, float, float]:
+        """Seconds forward, of the inputs' gradients and of the weights'."""
+        rows, inner, columns, times, groups, _ = shape
+        if groups == 1:
+            forward = self.product(rows, inner, columns)
+            back = self.product(rows, columns, inner, "input")
+        else:
+            # Experts' rows lie one after another, and every expert's matrix is read.
+            every = groups * (rows + GROUP_ROWS)
+            least = self.moved(self.width * groups * (rows * (inner + columns) + inner * columns))
+            forward = max(self.product(every, inner, columns), least)
+            back = max(self.product(every, columns, inner, "input"), least)
+        weight = self.product(inner, rows, columns, "weight", groups)
+        return times * forward, times * back, times * weight
+
+    def _product(self, rows: int, inner: int, columns: int, groups: int = 1) -> float:
         """The best way to cut it: tiles are computed in waves, one a multiprocessor, and the last wave takes as long
         as a full one. Never faster than its operands can be read and its result written."""
         units, rates = self.rates.multiprocessors, self.rates
         rate = self.peak * rates.matmul / units
         best = float("inf")
         for tile_rows, tile_columns, reached in TILES:
-            tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+            tiles = groups * -(-rows // tile_rows) * -(-columns // tile_columns)
             for parts in SPLITS:
                 if parts > 1 and (inner < parts * SHORTEST_SPLIT or tiles * parts > 2 * units):
                     break
@@ -53,9 +90,9 @@ class Kernels:
                     waves * 2 * tile_rows * tile_columns * (inner / parts + rates.ramp) / (rate * reached)
                 )
                 if parts > 1:  # partial results are written and added up in fp32
-                    seconds += self.moved(8 * parts * rows * columns)
+                    seconds += self.moved(8 * parts * groups * rows * columns)
                 best = min(best, seconds)
-        least = self.moved(self.width * (rows * inner + inner * columns + rows * columns))
+        least = self.moved(self.width * groups * (rows * inner + inner * columns + rows * columns))
         return max(best, least) + rates.launch
 
     def attention(self, kernel: str, flops: float, head_dim: int) -> tuple[float, float]:

@@ -7,17 +7,18 @@ a device that was measured, Shoal's own engine is counted operator by operator i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.expert_load import busiest
 from shoal.facts.model import Model
-from shoal.facts.precision import compute_width, state_width
+from shoal.facts.precision import compute_width, reduce_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import ring
 from shoal.predict.time.compiled_operators import compiled_block
-from shoal.predict.time.kernels import Kernels
+from shoal.predict.time.kernels import Kernels, Product
 from shoal.predict.time.operators import Tokens, Widths
 
 
@@ -54,22 +55,47 @@ ADD = {"cast": 8, "master": 6, "working": 8}
 
 NONE = Passes(0, 0)
 
+# How weights are there, and so how their gradients add up: whole; gathered for each pass, so that shards add up; or,
+# in a pipeline, gathered for the step, at the end of which gradients are reduced: until then they add up whole, as wide
+# as they will travel.
+Rests = Literal["whole", "gathered", "kept"]
+RESTS: tuple[Rests, ...] = ("whole", "gathered", "kept")
+
+
+class Held(NamedTuple):
+    """Bytes that move for a parameter and micro-batch beside its products: of experts, and of all else."""
+
+    dense: Passes
+    experts: Passes
+
+
+FREE = Held(NONE, NONE)
+
 # Of a compiled block's bytes: on an H200 its kernels take 1.1 to 1.2 times what its memory's rate makes of them.
 COMPILED_FUSION = 1.15
 
 
-def handling(stack: Stack, recipe: Recipe, sharded: bool, micro_batches: int) -> Passes:
+def handling(stack: Stack, recipe: Recipe, rests: Rests, micro_batches: int) -> Passes:
     """Bytes that move for every parameter and micro-batch: casts, and sums over micro-batches.
 
-    Parameters that are gathered for their use (``sharded``) are cast, and their gradients added up, in shards.
+    Parameters that are gathered for their use are cast, and their gradients added up, in shards.
     """
-    if sharded:
+    if rests == "gathered":
         return NONE
+    if rests == "kept" and stack.weights != "master":
+        return kept(recipe, micro_batches)
     wide = stack.weights != "master" and state_width(recipe) > compute_width(recipe)
     forward, backward = CAST if wide else NONE
     if stack.weights == "working":
         forward = 0  # the update has cast it
     return Passes(forward, backward + (ADD[stack.weights] if micro_batches > 1 else 0))
+
+
+def kept(recipe: Recipe, micro_batches: int, widening: float = 1.0) -> Passes:
+    """The first micro-batch's gradients are widened to what ranks sum them in, the others' are added to these."""
+    compute, summed = compute_width(recipe), reduce_width(recipe)
+    first = widening * (compute + summed) if compute < summed else 0.0
+    return Passes(0.0, (first + (2 * summed + compute) * (micro_batches - 1)) / micro_batches)
 
 
 class Seconds(NamedTuple):
@@ -96,49 +122,56 @@ class LayerShare(NamedTuple):
     tp: int
     ep: int
     experts: bool
-    held: Passes = (
-        NONE  # bytes that move for a parameter and micro-batch beside its products: see ``handling``
-    )
+    held: Held = FREE  # see ``handling``
     compiled: bool = False
     dropout: bool = False
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
 
-def products(model: Model, share: LayerShare, joined: bool = False) -> list[tuple[int, int, int, int]]:
-    """(rows, inner, columns, how many) of every matrix product of a layer's forward pass.
-
-    ``joined``: queries, keys and values from one product.
-    """
+def products(model: Model, share: LayerShare, joined: bool = False) -> list[Product]:
+    """Of a layer's forward pass. ``joined``: queries, keys and values from one product."""
     tokens, hidden, tp = share.tokens, model.hidden, share.tp
     heads = model.heads // tp
-    found: list[tuple[int, int, int, int]] = []
+    found: list[Product] = []
     if (latent := model.latent) is not None:
         query = heads * (latent.nope_dim + latent.rope_dim)
         if latent.q_rank is None:
-            found.append((tokens, hidden, query, 1))
+            found.append(Product(tokens, hidden, query, 1))
         else:
-            found += [(tokens, hidden, latent.q_rank, 1), (tokens, latent.q_rank, query, 1)]
-        found.append((tokens, hidden, latent.kv_rank + latent.rope_dim, 1))
-        found.append((tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), 1))
-        found.append((tokens, heads * latent.value_dim, hidden, 1))
+            found += [Product(tokens, hidden, latent.q_rank, 1), Product(tokens, latent.q_rank, query, 1)]
+        found.append(Product(tokens, hidden, latent.kv_rank + latent.rope_dim, 1))
+        found.append(Product(tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), 1))
+        found.append(Product(tokens, heads * latent.value_dim, hidden, 1))
     else:
         query, key = heads * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
         if joined:
-            found.append((tokens, hidden, query + 2 * key, 1))
+            found.append(Product(tokens, hidden, query + 2 * key, 1))
         else:
-            found += [(tokens, hidden, query, 1), (tokens, hidden, key, 2)]
-        found.append((tokens, query, hidden, 1))
+            found += [Product(tokens, hidden, query, 1), Product(tokens, hidden, key, 2)]
+        found.append(Product(tokens, query, hidden, 1))
     experts = model.experts
     if not share.experts or experts is None:
         return found + _mlp(model, tokens, model.ffn // tp, 1)
-    found.append((tokens, hidden, experts.count, 1))
+    found.append(Product(tokens, hidden, experts.count, 1))
     if experts.shared:
         found += _mlp(model, tokens, experts.shared_ffn // tp, 1)
     # What the busiest rank is sent, spread over the experts it has.
     here = experts.count // share.ep
     rows = max(1, int(tokens * experts.active * busiest(share.ep)) // here)
-    return found + _mlp(model, rows, max(1, experts.ffn // tp), here)
+    routed = _mlp(model, rows, max(1, experts.ffn // tp), here)
+    return found + [one._replace(routed=True) for one in routed]
+
+
+def moved_beside(found: Iterable[Product], held: Held) -> Passes:
+    """Bytes beside the products, of a micro-batch."""
+    dense = experts = 0
+    for one in found:
+        if one.routed:
+            experts += one.parameters
+        else:
+            dense += one.parameters
+    return Passes(*(dense * own + experts * routed for own, routed in zip(*held, strict=True)))
 
 
 def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
@@ -146,28 +179,22 @@ def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[f
     forward = backward = 0.0
     if model.experts is not None and model.experts.shared:
         width = model.experts.shared_ffn // share.tp
-        for rows, inner, columns, times in _mlp(model, share.tokens, width, 1):
-            forward += times * kernels.product(rows, inner, columns)
-            backward += times * (
-                kernels.product(rows, columns, inner) + kernels.product(inner, rows, columns)
-            )
+        for one in _mlp(model, share.tokens, width, 1):
+            ahead, inputs, weights = kernels.ways(one)
+            forward, backward = forward + ahead, backward + inputs + weights
     return forward, backward
 
 
-def _mlp(model: Model, rows: int, width: int, times: int) -> list[tuple[int, int, int, int]]:
+def _mlp(model: Model, rows: int, width: int, groups: int) -> list[Product]:
     into = 2 if model.gated else 1
-    return [(rows, model.hidden, width, into * times), (rows, width, model.hidden, times)]
+    return [Product(rows, model.hidden, width, into, groups), Product(rows, width, model.hidden, 1, groups)]
 
 
 def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Seconds:
     """One layer, one micro-batch."""
-    forward = inputs = weights = 0.0
-    parameters = 0
-    for rows, inner, columns, times in products(model, share, stack.joined):
-        forward += times * kernels.product(rows, inner, columns)
-        inputs += times * kernels.product(rows, columns, inner)
-        weights += times * kernels.product(inner, rows, columns)
-        parameters += times * inner * columns
+    found = products(model, share, stack.joined)
+    forward, inputs, weights = (sum(way) for way in zip(*map(kernels.ways, found), strict=True))
+    held = moved_beside(found, share.held)
     attend, attend_back = attention(model, stack, kernels, share)
     moved = _compiled(model, kernels, share) if share.compiled else _moved(model, stack, share)
     scale = kernels.width * (COMPILED_FUSION if share.compiled else stack.fusion)
@@ -176,11 +203,11 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
     again["norms"] = kernels.moved(share.between * model.hidden * 2 * _norm(model, stack).forward * scale)
     if share.compiled:  # it makes elementwise results anew where it reads them
         again = dict.fromkeys(again, attend)
-    whole = forward + attend + pointwise + kernels.moved(parameters * share.held.forward)
+    whole = forward + attend + pointwise + kernels.moved(held.forward)
     return Seconds(
         whole,
         inputs + attend_back + kernels.moved(moved.backward * scale),
-        weights + kernels.moved(parameters * share.held.backward),
+        weights + kernels.moved(held.backward),
         again[stack.selective],
         whole,
     )

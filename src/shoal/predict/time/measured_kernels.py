@@ -68,7 +68,7 @@ class MeasuredKernels(Kernels):
         self.host = measured.host
         seen = [one.flops / one.seconds for one in measured.products.get(like, ())]
         self._fastest = max(seen, default=peak * rates.device.matmul) / shared
-        self._shapes: dict[tuple[str, int, int, int], float] = {}
+        self._shapes: dict[tuple[str, int, int, int, int], float] = {}
         self._off: dict[str, Correction] = {}
         for way in ("forward", "input", "weight"):
             mine = [one for one in measured.products.get(like, ()) if one.way == way]
@@ -83,18 +83,18 @@ class MeasuredKernels(Kernels):
     def fastest(self) -> float:
         return self._fastest
 
-    def _modelled(self, rows: int, inner: int, columns: int) -> float:
-        return super()._product(rows, inner, columns)
+    def _modelled(self, rows: int, inner: int, columns: int, groups: int = 1) -> float:
+        return super()._product(rows, inner, columns, groups)
 
-    def product(self, rows: int, inner: int, columns: int, way: Way = "forward") -> float:
-        key = way, rows, inner, columns
+    def product(self, rows: int, inner: int, columns: int, way: Way = "forward", groups: int = 1) -> float:
+        key = way, rows, inner, columns, groups
         known = self._shapes.get(key)
         if known is None:
-            seconds = self._modelled(rows, inner, columns)
+            seconds = self._modelled(rows, inner, columns, groups)
             if self._off[way].known:
                 seconds *= self._off[way].at(_shape(rows, inner, columns))
             # Never faster than the fastest that was seen.
-            least = 2.0 * rows * inner * columns / self.fastest
+            least = 2.0 * groups * rows * inner * columns / self.fastest
             known = self._shapes[key] = max(self.shared * seconds, least)
         return known
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators, ring
 from shoal.predict.time.compiled_operators import compiled_block
 from shoal.predict.time.layer import (
+    FREE,
     NONE,
     LayerShare,
     Passes,
+    Rests,
     Seconds,
     capped_attention,
     head_widths,
+    kept,
     merging,
+    moved_beside,
     products,
     tokens_of,
 )
@@ -31,14 +36,18 @@ from shoal.predict.workload import Workload
 WIDENING = 2.4
 
 
-def handling(widths: Widths, sharded: bool, micro_batches: int, narrow: bool = False) -> Passes:
+def handling(
+    widths: Widths, recipe: Recipe, rests: Rests, micro_batches: int, narrow: bool = False
+) -> Passes:
     """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to.
 
     A gradient is widened to its parameter's state, unless it stays as it was computed (``narrow``). A parameter that is
     wider than its state is cast where it is used.
     """
-    if sharded or (narrow and widths.compute < widths.states):
+    if rests == "gathered" or (narrow and widths.compute < widths.states):
         return NONE
+    if rests == "kept":
+        return kept(recipe, micro_batches, WIDENING)
     each = float(widths.states + widths.compute) if widths.casts else 0.0
     ahead = each if widths.compute > widths.states else 0.0
     if widths.compute < widths.states:
@@ -48,20 +57,15 @@ def handling(widths: Widths, sharded: bool, micro_batches: int, narrow: bool = F
 
 def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     """One layer, one micro-batch."""
-    forward = inputs = weights = last = 0.0
-    parameters = count = 0
-    for rows, inner, columns, times in products(model, share):
-        last = kernels.product(rows, inner, columns)
-        forward += times * last
-        inputs += times * kernels.product(rows, columns, inner, "input")
-        weights += times * kernels.product(inner, rows, columns, "weight")
-        parameters += times * inner * columns
-        count += times
+    found = products(model, share)
+    seconds = [*map(kernels.ways, found)]
+    forward, inputs, weights = (sum(way) for way in zip(*seconds, strict=True))
+    last, count = seconds[-1][0], sum(one.times for one in found)
+    held = moved_beside(found, share.held)
     attend, attend_back = attention(model, kernels, share)
     block = compiled_block if share.compiled else operators.block
-    moved = block(model, tokens_of(model, share), _at_use(kernels, share.held))
-    cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
-    cast_back = kernels.works(operators.matrices(count, parameters, share.held.backward))
+    moved = block(model, tokens_of(model, share), _at_use(kernels, share.held.dense))
+    cast, cast_back = (kernels.works(operators.matrices(count, size, 1.0)) if size else 0.0 for size in held)
     dropped = NOTHING
     if (
         share.dropout and not share.compiled
@@ -133,16 +137,8 @@ def _at_use(kernels: MeasuredKernels, held: Passes) -> Widths:
 def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
     """Seconds that one device computes in a step, without what it repeats: matrix products, and attention."""
     model, tokens = workload.model, workload.tokens
-    share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, NONE)
-    each = sum(
-        times
-        * (
-            kernels.product(rows, inner, columns)
-            + kernels.product(rows, columns, inner, "input")
-            + kernels.product(inner, rows, columns, "weight")
-        )
-        for rows, inner, columns, times in products(model, share)
-    )
+    share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, FREE)
+    each = sum(sum(kernels.ways(one)) for one in products(model, share))
     at_once = min(tokens, tokens_at_once(model.vocab))
     head = (tokens / at_once) * (
         kernels.product(at_once, model.hidden, model.vocab)

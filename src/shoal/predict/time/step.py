@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
 from shoal.facts.layout.expert_nodes import EXCHANGES
-from shoal.facts.layout.parameter_groups import DENSE, RankGroup
+from shoal.facts.layout.parameter_groups import DENSE, EXPERTS, RankGroup
 from shoal.facts.model import Model
 from shoal.facts.optimizers import ITERATIONS
 from shoal.facts.precision import MOMENT_BYTES, compute_width, state_width
@@ -29,7 +29,7 @@ from shoal.predict.time.bubble import idle
 # Who prices a step also makes its bench.
 from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
-from shoal.predict.time.layer import LayerShare, Passes, Seconds
+from shoal.predict.time.layer import Held, LayerShare, Rests, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.offload import Beside, Offloadable, Shares, Transfer, transfer
 from shoal.predict.traffic import calls
@@ -221,10 +221,10 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
     rows = -(-model.vocab // layout.tp)
     ends = [0.0] * 5
     if here.first:
-        found = on.embedding(tokens, rows, handled, tied_here=model.tied and here.last)
+        found = on.embedding(tokens, rows, handled.dense, tied_here=model.tied and here.last)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if here.last:
-        found = on.head(tokens, rows, handled)
+        found = on.head(tokens, rows, handled.dense)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if workload.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.
@@ -262,8 +262,20 @@ def _turns(layout: Layout) -> int:
     return layout.cp if layout.cp_kind == "ring" else 1
 
 
-def _handled(workload: Workload, on: CostModel) -> Passes:
-    return on.handling(workload.groups[DENSE].fully_sharded, workload.accumulation, workload.narrow_gradients)
+def _handled(workload: Workload, on: CostModel) -> Held:
+    groups, times = workload.groups, workload.accumulation
+    found = [
+        on.handling(rests(group.fully_sharded, workload.layout.pp), times, workload.narrow_gradients)
+        for group in (groups[DENSE], groups.get(EXPERTS, groups[DENSE]))
+    ]
+    return Held(*found)
+
+
+def rests(sharded: bool, pp: int) -> Rests:
+    """How weights are there during a step; ``sharded`` as FSDP has them."""
+    if not sharded:
+        return "whole"
+    return "gathered" if pp == 1 else "kept"
 
 
 Spent = dict[str, dict[str, float]]

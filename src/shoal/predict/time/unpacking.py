@@ -15,6 +15,6 @@ MOVED = float(WIDTH) + 2
 
 def unpacked(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds) -> Seconds:
     """``plain``: the layer with weights as they are used."""
-    parameters = sum(times * inner * columns for _, inner, columns, times in products(model, share))
+    parameters = sum(one.parameters for one in products(model, share))
     each = kernels.moved(MOVED * parameters)
     return plain._replace(forward=plain.forward + each, input=plain.input + each, full=plain.full + each)
