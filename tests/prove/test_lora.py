@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.predict.counted import ask
@@ -89,6 +90,50 @@ def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, targ
     assert seen.traffic == seen.predicted_traffic
     assert seen.memory.params == pytest.approx(seen.predicted.params, rel=1e-3)
     assert seen.memory.peak_allocated == pytest.approx(seen.predicted.peak_allocated, rel=0.015)
+
+
+# A frozen base and its adapters off the device: what is fetched, what leaves and what stays for other ranks' gradients.
+OFFLOADED = [
+    ("tp=2,micro=2,recompute=full,offload=params", EVERY, "bf16"),
+    ("fsdp=2,micro=1,recompute=full,offload=params", EVERY, "nf4"),
+    ("micro=4,recompute=selective,offload=activations", EVERY, "bf16"),
+    ("fsdp=2,zero=1,micro=2,recompute=full,offload=optimizer+params", EVERY, "bf16"),
+    ("micro=1,recompute=full,offload=params", EVERY, "nf4"),
+    ("pp=2,micro=1,recompute=full,offload=params", EVERY, "bf16"),
+    ("micro=4,recompute=full,offload=params:0.5", ["q_proj", "v_proj"], "bf16"),
+    ("micro=4,offload=optimizer", EVERY, "bf16"),
+    ("micro=4,recompute=selective,offload=activations", ["q_proj", "v_proj"], "bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "targets", "base"), thinned(OFFLOADED, 3), ids=lambda value: str(value).replace("_proj", "")
+)
+def test_offloaded_bytes_are_what_is_predicted(
+    layout: str, targets: list[str], base: Literal["bf16", "nf4"]
+) -> None:
+    lora = Lora(rank=8, alpha=16, targets=targets, base=base)
+    workload = replace(ask(layout, {"layers": 4}, precision="bf16", batch=8), lora=lora)
+    for stage in {0, workload.layout.pp - 1}:
+        assert dryrun(workload, first_rank(workload.layout, stage)).differences(0) == []
+
+
+OF_OFFLOAD = (
+    "fsdp=2,offload=params",
+    "recompute=selective,offload=activations",
+    "tp=2,offload=optimizer+params",
+    "fsdp=2,zero=1,offload=optimizer+params",
+    "fsdp=2,pp=2,recompute=full,offload=params+activations",
+    "dp=2,offload=optimizer+params:0.5",
+)
+
+
+@pytest.mark.parametrize("layout", thinned(OF_OFFLOAD, 3))
+def test_offload_does_not_change_the_run(make_prover: Callable[..., Prover], layout: str) -> None:
+    lora = f"{{rank=3, alpha=6, targets={EVERY}}}".replace("'", '"')
+    (verdict,) = make_prover("fp64", model__lora=lora).prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
 
 
 @pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2,micro=4,recompute=full"])
@@ -194,7 +239,14 @@ BLOCKS_OF_64 = {
     "ffn": 128,
     "vocab": 265,
 }
-OF_QLORA = ("dp=2,micro=2", "fsdp=2,recompute=selective", "tp=2,recompute=full", "pp=2", "fsdp=2,tp=2")
+OF_QLORA = (
+    "dp=2,micro=2",
+    "fsdp=2,recompute=selective",
+    "fsdp=2,offload=params",
+    "tp=2,recompute=full",
+    "pp=2",
+    "fsdp=2,tp=2",
+)
 
 
 @pytest.mark.parametrize("layout", thinned(OF_QLORA, 2))

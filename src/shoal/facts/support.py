@@ -120,8 +120,6 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     """What an update on the host's cores does not go with."""
-    if config.model.lora is not None and layout.offload:
-        yield f"layout: offload={layout.offload[0].what} with model.lora", "offload=none"
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"

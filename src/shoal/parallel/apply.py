@@ -187,7 +187,7 @@ def apply(
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.fully_sharded:
-            return FullyShard(roots, held, mesh, summed, in_float8)
+            return FullyShard(roots, held, mesh, summed, in_float8, frozen=still)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype, blockwise)
         if group.replicated.size > 1 and not strict:

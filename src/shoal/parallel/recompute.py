@@ -6,7 +6,7 @@ compute, and repeats attention, norms and the elementwise rest, which are cheap 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 def selective_contexts() -> Contexts:
     """For a block's forward pass, which keeps matrix products, and for its repetition, which is given them."""
-    contexts: Contexts = create_selective_checkpoint_contexts(_keep)
+    contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 
 
@@ -70,8 +70,13 @@ def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Calla
     return run
 
 
-def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = operator in MATRIX_PRODUCTS
+def keeps(operator: Any, arguments: Sequence[Any]) -> bool:
+    """Whether selective recomputation keeps what an operator gives."""
     if operator is torch.ops.aten.addmm.default and arguments[0].dim() == 2:
-        kept = False  # an adapter's, cheap and as large as what it is added to, which is kept
+        return False  # an adapter's: cheap, and as large as the product that it is added to, which is kept
+    return operator in MATRIX_PRODUCTS
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    kept = keeps(operator, arguments)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

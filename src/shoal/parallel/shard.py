@@ -187,10 +187,11 @@ class FullyShard:
         mesh: Mesh,
         reduce_dtype: torch.dtype,
         in_float8: Sequence[Float8Gather] = (),
+        frozen: Sequence[HeldParameter] = (),
     ) -> None:
         """``roots``, one for each stage, have left the meta device; ``held`` has FSDP's own parameters.
 
-        ``in_float8``: those of them that travel so.
+        ``in_float8``: those of them that travel so. ``frozen``: those that FSDP gathers and nothing updates.
         """
         self.roots = {stage: root.module for stage, root in roots.items()}
         self.replicas = mesh.layout.dp > 1
@@ -200,7 +201,7 @@ class FullyShard:
             for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        homes = {one.parameter: one for one in held if one.home is not None}
+        homes = {one.parameter: one for one in (*held, *frozen) if one.home is not None}
         gathered = (_gather_once(root, homes) for root in roots.values())
         found = {label: weight for of_root in gathered for label, weight in of_root.items()}
         self.gathered = [found[one.label] for one in held]
@@ -332,7 +333,8 @@ def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str,
 def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     first = min(index * even_share(box.shape[0], ranks), box.shape[0])
-    return Slice(local_tensor(held.parameter), box.whole, (box.offset[0] + first, *box.offset[1:]))
+    rows = local_tensor(held.parameter) if held.home is None else held.home
+    return Slice(rows, box.whole, (box.offset[0] + first, *box.offset[1:]))
 
 
 def _slice(piece: Shard) -> Slice:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.facts.layout.stages import Stage
 from shoal.models.decoder import Network
@@ -72,6 +72,7 @@ def materialize(segment: StageModule, device: torch.device, empty: Collection[st
     Not torch's ``to_empty`` where it can be helped: it puts the new tensor in the old one's place, which tensors
     without data, as a dry run's are, do not allow. FSDP needs it, for it refers to its parameters.
     """
+    uneven: list[nn.Parameter] = []
     for path, module in segment.network.named_modules():
         own = list(module.named_parameters(recurse=False))
         if any(isinstance(parameter, DTensor) for _, parameter in own):
@@ -81,8 +82,23 @@ def materialize(segment: StageModule, device: torch.device, empty: Collection[st
                 made = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(made, parameter.requires_grad))
         for name, parameter in module.named_parameters(recurse=False):
-            if f"{path}.{name}" in empty:
+            if f"{path}.{name}" not in empty:
+                continue
+            if _padded(parameter):
+                uneven.append(parameter)
+            else:
                 empty_storage(parameter)
+    # Whenever another module of a unit gets storage, FSDP copies what it has to pad there.
+    for parameter in uneven:
+        empty_storage(parameter)
+
+
+def _padded(parameter: Tensor) -> bool:
+    """Whether FSDP's ranks have unequal parts of a parameter, of which it pads the smaller ones."""
+    if not isinstance(parameter, DTensor):
+        return False
+    dimension = cast(Shard, parameter.placements[-1]).dim
+    return parameter.shape[dimension] % parameter.device_mesh.size(-1) != 0
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import summed_over
+from shoal.facts.problem import BadInput
 from shoal.facts.strategies import STRATEGIES, Strategy
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.plan.resolve import Job, resolve
@@ -168,10 +169,17 @@ class Prover:
         """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
         layout = verdict.layout
         suspects = [one for one in STRATEGIES if one.works(layout)]
-        guilty = [one for one in suspects if len(suspects) == 1 or self._judge(without(one, layout)).ok]
+        guilty = [one for one in suspects if len(suspects) == 1 or self._is_fine(without(one, layout))]
         guilty = guilty or suspects
         files = dict.fromkeys(self._file(one, verdict) for one in guilty)
         return replace(verdict, strategy=", ".join(one.key for one in guilty), file=", ".join(files))
+
+    def _is_fine(self, layout: Layout) -> bool:
+        """Of a part of a layout, which may need what was switched off: then it tells nothing."""
+        try:
+            return self._judge(layout).ok
+        except BadInput:
+            return False
 
     def _file(self, strategy: Strategy, verdict: ParityVerdict) -> str:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""

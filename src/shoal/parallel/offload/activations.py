@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.facts.layout.offload_activations import HORIZON, blocks_away
 from shoal.parallel.offload.direct_files import Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
-from shoal.parallel.recompute import MATRIX_PRODUCTS, selective_contexts
+from shoal.parallel.recompute import keeps, selective_contexts
 from shoal.parallel.stage_module import StageModule
 
 Forward = Callable[..., Tensor]
@@ -270,7 +270,7 @@ class _SendingAway(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in MATRIX_PRODUCTS:
+        if keeps(func, args):
             self._products.append(self._away(result.detach()))
             self._kept.away.append(self._products[-1])
         return result
@@ -286,7 +286,7 @@ class _HandingBack(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in MATRIX_PRODUCTS:
+        if keeps(func, args):
             return next(self._products).take()
         return func(*args, **(kwargs or {}))
 

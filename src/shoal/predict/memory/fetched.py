@@ -71,7 +71,7 @@ class FetchedWeights:
         if self.rank.sharded:
             experts = self.rank.whole_experts if self._has_experts(number, block) else 0
             away = min(away, experts)
-        return self.rank.hold.compute * away
+        return self._width(self._count(number, block)) * away
 
     @cached_property
     def _stay(self) -> float:
@@ -96,7 +96,16 @@ class FetchedWeights:
         return found
 
     def _here(self, count: ParameterCount) -> int:
-        return count.share if self.rank.sharded else count.whole
+        adapters = self.rank.workload.lora is not None  # which are counted as trained alone
+        if self.rank.sharded:
+            return count.share + adapters * count.trained_share
+        return count.whole + adapters * count.trained
+
+    def _width(self, count: ParameterCount) -> float:
+        """Bytes of an element on average: a base in NF4 is fetched as it rests."""
+        if self.rank.workload.lora is None or self.rank.sharded:
+            return self.rank.hold.compute
+        return self.rank.gathered(count) / max(1, self._here(count))
 
     def _count(self, number: int, block: int) -> ParameterCount:
         return self.rank.run_of(number, block).block

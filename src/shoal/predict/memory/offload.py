@@ -13,6 +13,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
+from shoal.predict.rank_parameters import rank_parameters, trained
 
 
 class LeavingGradients(RankGradients):
@@ -23,7 +24,15 @@ class LeavingGradients(RankGradients):
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.stay, self.handed_on = 1.0 - rank.offloaded("optimizer"), self.hold.compute
-        self.away = self.total.trained * rank.offloaded("optimizer")
+        # What other ranks add to at the end of a step waits for them here.
+        shared = self._summed_at_the_end() if self.adapters_only else 0.0
+        self.away = (self.total.trained - shared) * rank.offloaded("optimizer")
+
+    def _summed_at_the_end(self) -> float:
+        workload = self.rank.workload
+        here = rank_parameters(workload.layout, workload.model, workload.cut_by, self.rank.number)
+        _, over_tensor, over_copies = trained(workload, here)
+        return float(over_tensor + over_copies)
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """Beside the second the whole of a block's gradients is on its way, beside the first the head's."""
