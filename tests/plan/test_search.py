@@ -134,7 +134,11 @@ def test_what_is_searched_for_the_engine_is_what_it_runs() -> None:
     for what in ("optimizer", "params"):
         assert {part.nvme for one in space.offloads for part in one if part.what == what} == {False, True}
     assert Space(MIXED, recipe(LEAST_TOKENS, 4), 4).offloads == space.offloads
-    assert Space(MIXED, recipe(LEAST_TOKENS, 4), 4, runnable=True, lora=Lora()).offloads == space.offloads
+    dense = MIXED.model_copy(update={"experts": None})
+    assert Space(dense, recipe(LEAST_TOKENS, 4), 4, runnable=True, lora=Lora()).offloads == space.offloads
+    lion = recipe(LEAST_TOKENS, 4).model_copy(update={"optimizer": "lion"})
+    on_host = [one for one in Space(dense, lion, 4, runnable=True).offloads if one[0].what == "optimizer"]
+    assert on_host == [], "the host updates by AdamW and SGD alone"
 
 
 def test_context_ranks_are_searched_wherever_they_are_legal_and_chosen_with_as_many_tokens_as_others_had() -> (
