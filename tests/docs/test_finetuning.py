@@ -49,7 +49,7 @@ def small(**more: object) -> list[str]:
 
 
 def test_the_three_commands(files: Path, capsys: Output) -> None:
-    section = README.partition("From conversations")[2]
+    section = README.partition("From chat data and a base model")[2]
     block = re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
     assert f"```\n{block}```" in PAGE  # with what each of them does
     train, export, ask = (shlex.split(line) for line in block.splitlines())

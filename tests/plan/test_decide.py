@@ -88,10 +88,13 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
 
 
 def test_the_reason_names_what_cannot_be_told_apart_and_what_is_saved() -> None:
-    found = answered("llama3-8b", "8xH100")
+    found = answered("llama3-8b", "8xH100", 8192, 64)
     assert found.chosen is not None
     chosen, fastest = found.chosen.plan, found.chosen.fastest
-    assert chosen.layout.degrees["fsdp"] == 8 and fastest.layout.pp > 1
+    assert chosen.layout.degrees["fsdp"] == 8 and chosen.layout.pp == 1
+    assert (
+        "fsdp=4,unit=4,pp=2,schedule=interleaved,chunks=8,micro=1, is predicted to be" in found.decision.text
+    )
     assert fastest.error_bar > fastest.told_apart == 0.1
     assert "within the 10% that predictions cannot tell apart" in found.decision.text
     assert "this one needs no unit, pp, schedule or chunks" in found.decision.text

@@ -17,13 +17,13 @@ def over(plan: Plan, cluster: Cluster, factor: float) -> float:
     """Seconds of a step with other links within nodes."""
     assert cluster.fast is not None
     fast = cluster.fast.model_copy(update={"bandwidth": cluster.fast.bandwidth * factor})
-    request = asked("llama3-8b", "64xH100", 8192, 512)
+    request = asked("llama3-8b", "8xH100", 8192, 64)
     workload = request.workload(plan.layout)
     return judge(replace(workload, cluster=cluster.model_copy(update={"fast": fast}))).step.seconds
 
 
 def test_beyond_the_limit_the_other_layout_wins() -> None:
-    found = answered("llama3-8b", "64xH100", 8192, 512)
+    found = answered("llama3-8b", "8xH100", 8192, 64)
     measurement = found.measurement
     assert measurement is not None and measurement.factor is not None and "NVLink" in measurement.what
     assert found.choice is not None

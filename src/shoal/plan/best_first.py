@@ -37,7 +37,7 @@ from shoal.plan.space import (
 )
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
-from shoal.predict.time.layer import Held
+from shoal.predict.time.layer import Handling
 from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
@@ -364,7 +364,7 @@ class BestFirst(Walk):
 
     def _open_states(self, node: SearchNode) -> None:
         _, split, share, order, offload, _, _ = node
-        known: dict[Held, float] = {}
+        known: dict[Handling, float] = {}
         for alike in self.space.sharings(split, share.ep, offload or NOTHING):
             if strategy_of(split, share, alike[0]) not in self.settled:
                 held = self.bounds.handled(split, share, alike[0])

@@ -33,7 +33,7 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
-from shoal.predict.time.layer import Held, Passes, Seconds
+from shoal.predict.time.layer import Handling, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.step import (
     ALWAYS,
@@ -246,17 +246,17 @@ class ShareBound:
             known = self._waits[key] = min(min(found), float(times))
         return known
 
-    def least_held(self, split: ModelSplit, share: WorkShare) -> Held:
+    def least_held(self, split: ModelSplit, share: WorkShare) -> Handling:
         """Whatever becomes of states: in a pipeline no gradients add up in shards."""
         if split.pp == 1:
             return layer.FREE
         return self._least_held(accumulation(self.recipe.batch, split.data, share.micro))
 
-    def _least_handled(self, times: int) -> Held:
+    def _least_handled(self, times: int) -> Handling:
         least = Passes(*map(min, self.on.handling("whole", times), self.on.handling("kept", times)))
-        return Held(least, least)
+        return Handling(least, least)
 
-    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Held:
+    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Handling:
         """At least, also where experts are on fewer ranks than here."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
         # One device that works through all of a batch at once widens no gradient.
@@ -267,16 +267,16 @@ class ShareBound:
             found.append(self.on.handling(rests(sharded, split.pp), times, narrow=alone and times == 1))
         dense, routed = found
         if self.model.experts is None:
-            return Held(dense, dense)
+            return Handling(dense, dense)
         whole = self.on.handling("whole", times, narrow=alone and times == 1)
-        return Held(dense, Passes(*map(min, routed, whole)))
+        return Handling(dense, Passes(*map(min, routed, whole)))
 
     def costs(
         self,
         split: ModelSplit,
         share: WorkShare,
         recompute: Recompute,
-        held: Held,
+        held: Handling,
         compiled: bool | None = None,
     ) -> Costs:
         """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
@@ -291,7 +291,7 @@ class ShareBound:
         return known if within == held else self._holding(known, split, share, recompute, held)
 
     def _holding(
-        self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Held
+        self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling
     ) -> Costs:
         """With what moves of weights and their gradients."""
         dense, sparse, last = self.moving(split.tp, share.ep, held)
@@ -309,7 +309,7 @@ class ShareBound:
             costs.backward + max(more[0] - dense.forward, more[1] - sparse.forward),
         )
 
-    def _moved_beside(self, tp: int, ep: int, held: Held) -> list[Passes]:
+    def _moved_beside(self, tp: int, ep: int, held: Handling) -> list[Passes]:
         """Seconds beside products: of a layer without experts, of one with them, and of the head."""
         moved, (own, routed) = self.on.kernels.moved, held
         sizes = [*self._matrices_of(tp, ep), (-(-self.model.vocab // tp) * self.model.hidden, 0)]
@@ -338,7 +338,7 @@ class ShareBound:
         return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
 
     def _priced(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Held, compiled: bool
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling, compiled: bool
     ) -> Costs:
         """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
         layout = layout_of(
@@ -388,7 +388,7 @@ class ShareBound:
         return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
     def _parts(
-        self, split: ModelSplit, share: WorkShare, held: Held, compiled: bool
+        self, split: ModelSplit, share: WorkShare, held: Handling, compiled: bool
     ) -> Iterator[layer.LayerShare]:
         """A rank's share of a layer, of each kind that there is."""
         body = self.body(split.tp, share.sp)

@@ -30,7 +30,7 @@ from shoal.predict.rank_parameters import (
     trained_with_experts,
 )
 from shoal.predict.time import host, layer
-from shoal.predict.time.layer import Held, Passes, Seconds
+from shoal.predict.time.layer import Handling, Passes, Seconds
 from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     resting_bytes,
@@ -59,7 +59,7 @@ class TimeBound(ShareBound):
         split: ModelSplit,
         share: WorkShare,
         order: PipelineOrder,
-        held: Held | None = None,
+        held: Handling | None = None,
         played: bool = False,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
@@ -161,7 +161,7 @@ class TimeBound(ShareBound):
         """Of a layer, computed again."""
         found = [self.on.handling(rests, times) for rests in layer.RESTS]
         most = Passes(*map(max, zip(*found, strict=True)))
-        held = Held(most, most)
+        held = Handling(most, most)
         within = held if self.measured else layer.FREE
         ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
         passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, within, way)]

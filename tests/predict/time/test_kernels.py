@@ -9,7 +9,7 @@ import pytest
 
 from shoal.facts import calibration
 from shoal.facts.cluster import notation
-from shoal.predict.time.kernels import Kernels, Product
+from shoal.predict.time.kernels import Kernels, LayerProduct
 
 H200 = notation.find("1xH200")
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "data" / "h200_measured.jsonl"
@@ -58,7 +58,7 @@ def test_grouped_products_measured_on_an_h200() -> None:
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
         if row["tag"] == "grouped_mm":
-            shape = Product(row["rows"] // row["experts"], row["hidden"], row["ffn"], 1, row["experts"])
+            shape = LayerProduct(row["rows"] // row["experts"], row["hidden"], row["ffn"], 1, row["experts"])
             errors.append(ours.ways(shape)[0] * 1e3 / row["ms"] - 1)
     assert len(errors) == 3
     assert sum(map(abs, errors)) / len(errors) < 0.06
@@ -67,11 +67,11 @@ def test_grouped_products_measured_on_an_h200() -> None:
 
 def test_grouped_products_read_the_matrix_of_every_expert() -> None:
     ours = kernels()
-    few = Product(1, 7168, 2048, 1, 32)
+    few = LayerProduct(1, 7168, 2048, 1, 32)
     every = 32 * 7168 * 2048
     assert min(ours.ways(few)) >= ours.moved(2 * every)
     # Waves are those of all experts together: as many products one after another take longer.
-    many = Product(1024, 2048, 768, 1, 128)
+    many = LayerProduct(1024, 2048, 768, 1, 128)
     assert all(
         together < 128 * alone
         for together, alone in zip(ours.ways(many), ours.ways(many._replace(groups=1)), strict=True)

@@ -19,7 +19,7 @@ SPLITS = (1, 2, 4, 8)
 GROUP_ROWS = 200
 
 
-class Product(NamedTuple):
+class LayerProduct(NamedTuple):
     """A matrix product of a layer's forward pass: ``times`` kernels, each of one or of as many as there are experts."""
 
     rows: int  # of each
@@ -59,7 +59,7 @@ class Kernels:
             known = self._times[key] = self._product(rows, inner, columns, groups)
         return known
 
-    def ways(self, shape: Product) -> tuple[float, float, float]:
+    def ways(self, shape: LayerProduct) -> tuple[float, float, float]:
         """Seconds forward, of the inputs' gradients and of the weights'."""
         rows, inner, columns, times, groups, _ = shape
         if groups == 1:

@@ -18,7 +18,7 @@ from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import ring
 from shoal.predict.time.compiled_operators import compiled_block
-from shoal.predict.time.kernels import Kernels, Product
+from shoal.predict.time.kernels import Kernels, LayerProduct
 from shoal.predict.time.operators import Tokens, Widths
 
 
@@ -62,14 +62,14 @@ Rests = Literal["whole", "gathered", "kept"]
 RESTS: tuple[Rests, ...] = ("whole", "gathered", "kept")
 
 
-class Held(NamedTuple):
+class Handling(NamedTuple):
     """Bytes that move for a parameter and micro-batch beside its products: of experts, and of all else."""
 
     dense: Passes
     experts: Passes
 
 
-FREE = Held(NONE, NONE)
+FREE = Handling(NONE, NONE)
 
 # Of a compiled block's bytes: on an H200 its kernels take 1.1 to 1.2 times what its memory's rate makes of them.
 COMPILED_FUSION = 1.15
@@ -122,38 +122,41 @@ class LayerShare(NamedTuple):
     tp: int
     ep: int
     experts: bool
-    held: Held = FREE  # see ``handling``
+    held: Handling = FREE  # see ``handling``
     compiled: bool = False
     dropout: bool = False
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
 
-def products(model: Model, share: LayerShare, joined: bool = False) -> list[Product]:
+def products(model: Model, share: LayerShare, joined: bool = False) -> list[LayerProduct]:
     """Of a layer's forward pass. ``joined``: queries, keys and values from one product."""
     tokens, hidden, tp = share.tokens, model.hidden, share.tp
     heads = model.heads // tp
-    found: list[Product] = []
+    found: list[LayerProduct] = []
     if (latent := model.latent) is not None:
         query = heads * (latent.nope_dim + latent.rope_dim)
         if latent.q_rank is None:
-            found.append(Product(tokens, hidden, query, 1))
+            found.append(LayerProduct(tokens, hidden, query, 1))
         else:
-            found += [Product(tokens, hidden, latent.q_rank, 1), Product(tokens, latent.q_rank, query, 1)]
-        found.append(Product(tokens, hidden, latent.kv_rank + latent.rope_dim, 1))
-        found.append(Product(tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), 1))
-        found.append(Product(tokens, heads * latent.value_dim, hidden, 1))
+            found += [
+                LayerProduct(tokens, hidden, latent.q_rank, 1),
+                LayerProduct(tokens, latent.q_rank, query, 1),
+            ]
+        found.append(LayerProduct(tokens, hidden, latent.kv_rank + latent.rope_dim, 1))
+        found.append(LayerProduct(tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), 1))
+        found.append(LayerProduct(tokens, heads * latent.value_dim, hidden, 1))
     else:
         query, key = heads * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
         if joined:
-            found.append(Product(tokens, hidden, query + 2 * key, 1))
+            found.append(LayerProduct(tokens, hidden, query + 2 * key, 1))
         else:
-            found += [Product(tokens, hidden, query, 1), Product(tokens, hidden, key, 2)]
-        found.append(Product(tokens, query, hidden, 1))
+            found += [LayerProduct(tokens, hidden, query, 1), LayerProduct(tokens, hidden, key, 2)]
+        found.append(LayerProduct(tokens, query, hidden, 1))
     experts = model.experts
     if not share.experts or experts is None:
         return found + _mlp(model, tokens, model.ffn // tp, 1)
-    found.append(Product(tokens, hidden, experts.count, 1))
+    found.append(LayerProduct(tokens, hidden, experts.count, 1))
     if experts.shared:
         found += _mlp(model, tokens, experts.shared_ffn // tp, 1)
     # What the busiest rank is sent, spread over the experts it has.
@@ -163,7 +166,7 @@ def products(model: Model, share: LayerShare, joined: bool = False) -> list[Prod
     return found + [one._replace(routed=True) for one in routed]
 
 
-def moved_beside(found: Iterable[Product], held: Held) -> Passes:
+def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
     """Bytes beside the products, of a micro-batch."""
     dense = experts = 0
     for one in found:
@@ -185,9 +188,12 @@ def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[f
     return forward, backward
 
 
-def _mlp(model: Model, rows: int, width: int, groups: int) -> list[Product]:
+def _mlp(model: Model, rows: int, width: int, groups: int) -> list[LayerProduct]:
     into = 2 if model.gated else 1
-    return [Product(rows, model.hidden, width, into, groups), Product(rows, width, model.hidden, 1, groups)]
+    return [
+        LayerProduct(rows, model.hidden, width, into, groups),
+        LayerProduct(rows, width, model.hidden, 1, groups),
+    ]
 
 
 def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Seconds:

@@ -29,7 +29,7 @@ from shoal.predict.time.bubble import idle
 # Who prices a step also makes its bench.
 from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
-from shoal.predict.time.layer import Held, LayerShare, Rests, Seconds
+from shoal.predict.time.layer import Handling, LayerShare, Rests, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.offload import Beside, Offloadable, Shares, Transfer, transfer
 from shoal.predict.traffic import calls
@@ -262,13 +262,13 @@ def _turns(layout: Layout) -> int:
     return layout.cp if layout.cp_kind == "ring" else 1
 
 
-def _handled(workload: Workload, on: CostModel) -> Held:
+def _handled(workload: Workload, on: CostModel) -> Handling:
     groups, times = workload.groups, workload.accumulation
     found = [
         on.handling(rests(group.fully_sharded, workload.layout.pp), times, workload.narrow_gradients)
         for group in (groups[DENSE], groups.get(EXPERTS, groups[DENSE]))
     ]
-    return Held(*found)
+    return Handling(*found)
 
 
 def rests(sharded: bool, pp: int) -> Rests:
