@@ -1,7 +1,8 @@
 """States of four times what a memory cgroup allows: steps with everything in files, and the same steps without a limit.
 
 Needs root, for the cgroup, which also charges the page cache. Each run is a process of its own with one thread, which
-builds the same step as training does: the limited one with ``offload=params@nvme``, the other without offload.
+builds the same step as training does: the limited one with ``offload=params@nvme``, the other with ``offload=params``,
+which updates on the host as well, and has everything in memory.
 
 python benchmarks/bounded_memory.py --scratch DIR
 """
@@ -37,7 +38,7 @@ from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
 from shoal.train.step import Step
 
-LAYOUTS = {"limited": "recompute=full,offload=params@nvme", "unlimited": "recompute=full"}
+LAYOUTS = {"limited": "recompute=full,offload=params@nvme", "unlimited": "recompute=full,offload=params"}
 GROUPS = Path("/sys/fs/cgroup")
 STATES = 12  # bytes of a parameter: a master copy and two moments in fp32
 TIMES = 4
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path(), help="a directory of a disk")
     parser.add_argument(
-        "--check", action="store_true", help="write no row: exit 1 where a bit of a loss differs"
+        "--check", action="store_true", help="write no row: exit 1 where a bit of a loss or a weight differs"
     )
     parser.add_argument("--run", choices=LAYOUTS, help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
@@ -71,7 +72,7 @@ def main() -> None:
             found[run] = json.loads(said.stdout.splitlines()[-1]) | {"most_bytes": most_charged(group)}
     losses = [found[run].pop("losses") for run in LAYOUTS]
     weights = [found[run].pop("weights") for run in LAYOUTS]
-    equal = losses[0] == losses[1]
+    equal = losses[0] == losses[1] and weights[0] == weights[1]
     if options.check:
         print(json.dumps({"equal": equal, "limit_bytes": limit, **found}))
         sys.exit(0 if equal else 1)

@@ -1,4 +1,4 @@
-"""States of four times a memory cgroup: in files, with the losses of steps without a limit, bit by bit. Needs root."""
+"""States of four times a memory cgroup: in files, with losses and weights of steps without a limit, to the bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-def test_states_of_four_times_a_memory_cgroup_change_no_bit_of_a_loss(tmp_path: Path) -> None:
+def test_states_of_four_times_a_memory_cgroup_change_no_bit(tmp_path: Path) -> None:
     command = [sys.executable, str(COMMAND), "--steps", "2", "--check", "--scratch", str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}"
