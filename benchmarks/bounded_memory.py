@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path(), help="a directory of a disk")
     parser.add_argument(
