@@ -48,7 +48,7 @@ format = "preference"
 cache = "cache"
 [recipe]
 loss = "dpo"
-seq = 48
+seq = 80
 batch = 8
 [cluster]
 on = "2xcpu"
@@ -82,6 +82,7 @@ def settings(**values: object) -> list[str]:
 SMALL_TRAINING: dict[str, object] = {
     "recipe__seq": 32, "recipe__batch": 8, "recipe__steps": 4, "recipe__warmup": 1, "checkpoint__every": 2,
     "evaluate__batches": 1, "evaluate__sample_tokens": 4, "data__cache": "cache", "data__heldout": 0.2,
+    "recipe__schedule": "constant", "checkpoint__keep": 9,  # so that a run can be extended, and branched from early
     "cluster__on": "2xcpu",
 }  # fmt: skip
 
@@ -92,17 +93,20 @@ def small_training(words: list[str]) -> list[str]:
         del values["recipe__steps"]
     if "--extend" in words:
         values["recipe__steps"] = 6
+    if words[0] == "tune":
+        values["recipe__steps"] = 14  # two layouts take six each
     if not any(word.startswith("data.source") for word in words):
         values["data__source"] = "corpus.jsonl"
     return words + settings(**values)
 
 
 def small_parity(words: list[str]) -> list[str]:
-    words = put(words, steps=1) + settings(recipe__batch=8, cluster__share="true")
+    thirds = any("fsdp=3" in word for word in words)
+    words = put(words, steps=1) + settings(recipe__batch=24 if thirds else 8, cluster__share="true")
     if not any("my-dpo" in word for word in words):
         words += settings(recipe__seq=32, data__source="corpus.jsonl", data__cache="cache")
-    if "full" in words:
-        words[words.index("full")] = "dp=2;fsdp=2;pp=2"
+    for named, few in (("full", "dp=2;fsdp=2;pp=2"), ("experts", "dp=2,ep=2"), ("4d", "dp=2,ep=2")):
+        words = [few if word == named else word for word in words]
     return words if "--strict" in words else put(words, precision="fp64")
 
 

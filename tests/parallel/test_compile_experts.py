@@ -171,7 +171,7 @@ def test_numbers_graphs_and_traffic(world: int, cases: list[Case]) -> None:
             for ours, theirs in zip(seen.weights, eager.weights, strict=True):
                 assert torch.equal(ours, theirs), case
             # Numbers of tokens differ from step to step, and need no other graph. (A pipeline compiles with rows of
-            # its own.)
-            assert seen.tokens >= eager.tokens and len(eager.tokens) > 2, case
+            # its own. And with three of four experts every token goes to both nodes, where its copies differ.)
+            assert seen.tokens >= eager.tokens and (len(eager.tokens) > 2 or case.model is THREE), case
             assert seen.graphs == [graphs(case)] + [2 * graphs(case)] * 4, case
             assert sorted(seen.traffic) == sorted(traffic(case.workload, rank)), case
