@@ -177,6 +177,8 @@ def run_shoal(words: list[str], capsys: Capture, place: Path) -> None:
     elif words[0] not in ("train", "chaos", "profile"):
         for path in made:
             finished_run(place, "/".join(path.split("/")[:2]))
+    # In place of an object store, a directory by its URL.
+    words = [word.replace("checkpoint.to=store", f"checkpoint.to=file://{place}/store") for word in words]
     if "--branch" in words:
         # Of another run with the same model and batch.
         shutil.copytree(place / "runs" / "NAME", place / "runs" / "a", dirs_exist_ok=True)
