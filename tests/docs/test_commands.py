@@ -173,7 +173,10 @@ def test_what_takes_minutes(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_shoal(words: list[str], capsys: Capture, place: Path) -> None:
     made = [word for word in words if re.match(r"runs/[\w-]+", word)]
     if words[0] == "train" and "--run" not in words:
-        words = [*words, "--run", f"runs/{'tiny' if 'examples/tiny.toml' in words else 'NAME'}"]
+        name = "tiny" if "examples/tiny.toml" in words else "NAME"
+        # A run's checkpoints stay where they began to be.
+        name = "stored" if any(word.startswith("checkpoint.to=") for word in words) else name
+        words = [*words, "--run", f"runs/{name}"]
     elif words[0] not in ("train", "chaos", "profile"):
         for path in made:
             finished_run(place, "/".join(path.split("/")[:2]))
