@@ -37,7 +37,7 @@ class Shown:
 
     @property
     def shoal(self) -> tuple[str, ...] | None:
-        """What follows the word shoal, whoever starts it; None: it is no command of Shoal's."""
+        """What follows the word shoal, behind any launcher; None: it is not a command of Shoal."""
         if self.words[0] in ("make", "pip", "python") or "shoal" not in self.words:
             return None
         return self.words[self.words.index("shoal") + 1 :]
