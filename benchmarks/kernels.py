@@ -39,7 +39,7 @@ GPU = torch.device("cuda", 0)
 MODEL = PRESETS["tiny"].model_copy(
     update={"layers": 2, "hidden": 200, "heads": 4, "kv_heads": 2, "head_dim": 50, "ffn": 344, "vocab": 1003}
 )
-UPDATES = 6
+UPDATES, LR = 6, 0.01
 # Elements of a large weight, for the rates.
 ROWS, WIDTH = 16384, 4096
 
@@ -56,15 +56,15 @@ def main() -> int:
 
 def rounding() -> dict[str, Any]:
     """AdamW with states in bf16: the same chances on both devices, so the same weights but for the last bit of fp32."""
-    return updates(Recipe(precision="bf16", states="bf16", seq=8, lr=0.01, weight_decay=0.1))
+    return updates(Recipe(precision="bf16", states="bf16", seq=8, lr=LR, weight_decay=0.1))
 
 
 def blockwise() -> dict[str, Any]:
-    return updates(Recipe(precision="bf16", states="int8", seq=8, lr=0.01, weight_decay=0.1))
+    return updates(Recipe(precision="bf16", states="int8", seq=8, lr=LR, weight_decay=0.1))
 
 
 def masters() -> dict[str, Any]:
-    return updates(Recipe(precision="bf16", seq=8, lr=0.01, weight_decay=0.1))
+    return updates(Recipe(precision="bf16", seq=8, lr=LR, weight_decay=0.1))
 
 
 def updates(recipe: Recipe) -> dict[str, Any]:
@@ -88,9 +88,11 @@ def updates(recipe: Recipe) -> dict[str, Any]:
             gradient = one.tensor.grad.float().abs()
             largest.append({"exp_avg": gradient, "exp_avg_sq": gradient.square()})
             for kind, (before, _) in values(here, one).items():
-                largest[-1][kind] = torch.maximum(before.abs(), largest[-1].get(kind, before))
+                # A weight moves by the learning rate or so, whatever its own size.
+                moved = largest[-1].get(kind, torch.full_like(before, LR))
+                largest[-1][kind] = torch.maximum(before.abs(), moved)
         for step, device in ((here, CPU), (there, GPU)):
-            set_learning_rate(step.optimizer, 0.01)
+            set_learning_rate(step.optimizer, LR)
             # Every other one is clipped.
             clip = 0.5 if number % 2 else 0.0
             clip_and_update(step.optimizer, step.pieces, torch.tensor(1.0, device=device), clip, 1e30, number)
@@ -198,7 +200,7 @@ def speed_of_updates() -> dict[str, Any]:
         "int8": {"states": "int8"},
         "fp32 masters": {},
     }.items():
-        recipe = Recipe(precision="bf16", seq=8, lr=0.01, **options)
+        recipe = Recipe(precision="bf16", seq=8, lr=LR, **options)
         first = partial(fill, model=large, seed=1)
         mesh = Mesh(Layout(), 0, GPU)
         step = assemble(blueprint(large, recipe), recipe, TuneSection(), mesh, first)
