@@ -229,6 +229,16 @@ def test_what_a_compiled_block_keeps_and_computes(case: Kept) -> None:
         assert saved(placed, batches[0]) == listed(model, kind, case.compute.itemsize), kind
 
 
+def test_a_repeated_block_keeps_no_product_of_packed_weights() -> None:
+    """Torch 2.11 did: functions of autograd, such as the product of weights in NF4, lay outside of what is repeated."""
+    adapters = Adapters(rank=4, alpha=8, targets=("q_proj", "up_proj", "down_proj"), base="nf4")
+    model = Model(**{**SHAPE, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn": 128, "adapters": adapters})
+    placed = place(model, "aot_eager", "recompute=full")
+    step(placed, [rows(model)])
+    compiled(placed)
+    assert saved(placed, rows(model)) == listed(model, "full", 4)
+
+
 def saved(placed: Placed, batch: MicroBatch) -> list[int]:
     """Bytes of what one block keeps beside weights and what all layers share, the smallest first."""
     (segment,) = placed.segments

@@ -21,10 +21,6 @@ from shoal.train import adamw_kernel
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 from shoal.train.steered import with_gradients
 
-# Whether the kernel rounds stochastically where it is asked to. If not, torch's operators do, on a GPU too: slowly.
-ROUNDS_IN_KERNEL = True
-
-
 # Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first one,
 # gradients in the weight's precision, and the scale that these are divided by.
 HostPart = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
@@ -57,8 +53,7 @@ class AdamW(torch.optim.AdamW):
         if rounding is not None:
             # Torch's own does without, where they have not been set.
             self.found_inf, self.grad_scale = torch.zeros(()), None
-        in_kernel = rounding is None or ROUNDS_IN_KERNEL
-        self.writes_copies = in_kernel and all(map(_in_kernel, self._here))
+        self.writes_copies = all(map(_in_kernel, self._here))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
