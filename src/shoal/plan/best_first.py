@@ -370,8 +370,9 @@ class BestFirst(Walk):
                 held = self.bounds.handled(split, share, alike[0])
                 if held not in known:
                     known[held] = self.bounds.of_order(split, share, order, held, played=True)
-                exchanged = node.group.of_stage(alike[0].zero)
-                self._push(known[held] + exchanged, node._replace(alike=tuple(alike)))
+                bound = known[held] + node.group.of_stage(alike[0].zero)
+                bound += self.bounds.of_update(split, share, order, alike[0].zero, offload or NOTHING)
+                self._push(bound, node._replace(alike=tuple(alike)))
 
     def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
         _, split, share, order, offload, _, _ = node

@@ -43,7 +43,7 @@ class OrderGroup:
     def ordered(self) -> list[tuple[float, PipelineOrder]]:
         """Each with how long a step takes at least."""
         bound = self.bounds.of_order
-        return [(bound(self.split, self.share, order) + self.exchanged, order) for order in self.orders]
+        return [(bound(self.split, self.share, order, None, True) + self.exchanged, order) for order in self.orders]
 
     @cached_property
     def exchanged(self) -> float:

@@ -242,7 +242,7 @@ class ShareBound:
         key = pp, times, orders[0].schedule, len(orders)
         known = self._waits.get(key)
         if known is None:
-            found = (waits(order, pp, times).work / (pp - 1) for order in orders)
+            found = (waits(order, pp, times, True).work / (pp - 1) for order in orders)
             known = self._waits[key] = min(min(found), float(times))
         return known
 

@@ -51,6 +51,7 @@ class TimeBound(ShareBound):
         self._hosts = cache(self._host_of_layer)
         self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
+        self._updated: dict[tuple[object, ...], float] = {}
         self.exchange = ExchangeBound(self.on, self.body, bool(self.tune.persist_below), self.frozen)
         self._exchanged: dict[tuple[object, ...], float] = {}
 
@@ -107,8 +108,23 @@ class TimeBound(ShareBound):
         """With states shared out as far as they can be, so that the least of them travels: every pass, or once."""
         # Of what is updated on the device, shards of gathered weights take no longer than others.
         zeros: tuple[Zero, ...] = (3, 1) if waiting(offload, "optimizer") else (3,)
-        ways = [StateSharding(1, split.data, zero, offload) for zero in zeros]
-        return worked + min(self._update(split, share, order, states) for states in ways)
+        return worked + min(self.of_update(split, share, order, zero, offload) for zero in zeros)
+
+    def of_update(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        zero: Zero,
+        offload: tuple[Offload, ...],
+    ) -> float:
+        """The update, and what travels for it, of states that are shared out as far as they can be."""
+        key = split, share, order, zero < 3, offload
+        known = self._updated.get(key)
+        if known is None:
+            states = StateSharding(1, split.data, zero, offload)
+            known = self._updated[key] = self._update(split, share, order, states)
+        return known
 
     def of_sending(self, split: ModelSplit, share: WorkShare, orders: Sequence[PipelineOrder]) -> float:
         """What activations that wait elsewhere add, as much as they slow down what is computed beside."""
