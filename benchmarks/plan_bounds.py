@@ -162,7 +162,7 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     seconds = case.seconds(one)
     # Time, from the first decision to the last.
     handled = bounds.handled(split, share, states)
-    worked = bounds.of_order(split, share, order, handled, played=True)
+    worked = bounds.of_order(split, share, order, handled)
     orders = case.space.orders(split)
     exchanged = bounds.of_exchange(split, share, orders)
     times = {

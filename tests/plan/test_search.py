@@ -97,7 +97,7 @@ def test_bounds_are_never_above_what_they_bound(
             seconds = step(workload, at).seconds * (1 + 1e-9)
             assert bounds.of_split(split) <= seconds, layout
             assert bounds.of_share(split, share) <= seconds, layout
-            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states), played=True)
+            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states))
             assert bounds.of_order(split, share, order) <= worked * (1 + 1e-9), layout
             assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
             if order.chunks * split.pp <= 16:  # deeper ones take long to play through

@@ -166,7 +166,7 @@ class Walk:
     ) -> float:
         """The bound of an order, with what these states move of weights."""
         held = self.bounds.handled(split, share, states)
-        return self.bounds.of_order(split, share, order, held, played=True)
+        return self.bounds.of_order(split, share, order, held)
 
     def _may_hold(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
@@ -369,7 +369,7 @@ class BestFirst(Walk):
             if strategy_of(split, share, alike[0]) not in self.settled:
                 held = self.bounds.handled(split, share, alike[0])
                 if held not in known:
-                    known[held] = self.bounds.of_order(split, share, order, held, played=True)
+                    known[held] = self.bounds.of_order(split, share, order, held)
                 bound = known[held] + node.group.of_stage(alike[0].zero)
                 bound += self.bounds.of_update(split, share, order, alike[0].zero, offload or NOTHING)
                 self._push(bound, node._replace(alike=tuple(alike)))

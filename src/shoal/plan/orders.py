@@ -43,7 +43,7 @@ class OrderGroup:
     def ordered(self) -> list[tuple[float, PipelineOrder]]:
         """Each with how long a step takes at least."""
         bound = self.bounds.of_order
-        return [(bound(self.split, self.share, order, None, True) + self.exchanged, order) for order in self.orders]
+        return [(bound(self.split, self.share, order) + self.exchanged, order) for order in self.orders]
 
     @cached_property
     def exchanged(self) -> float:
@@ -127,7 +127,7 @@ class OrderGroups:
                 bound = self.bounds.of_tokens(where[0], one)
                 self._push(max(seconds, bound), OpenGroup(tuple(where), one))
         elif puts_off is None:
-            fitting = tuple(one for one in splits if self._may_fit(one, share))
+            fitting = tuple(one for one in splits if self._may_rest(one, share))
             for late in (False, True):
                 if any(self.space.orders(one, None, late) for one in fitting):
                     self.worked += 1
@@ -194,12 +194,12 @@ class OrderGroups:
                 found.setdefault(share, []).append(split)
         return found
 
-    def _may_fit(self, split: ModelSplit, share: WorkShare) -> bool:
-        """As a rule with nothing offloaded; the rest is asked where that does not fit."""
-        return any(
-            self.room.fits(split, self.room.of_share(split, share, self._rests(split, share.ep, away)))
-            for away in ((NOTHING,), self.space.offloads)
-        )
+    def _may_rest(self, split: ModelSplit, share: WorkShare) -> bool:
+        """As a rule with nothing offloaded; the rest is asked where that does not fit. Activations are looked at once
+        it is known which of them a pipeline keeps.
+        """
+        offloads = ((NOTHING,), self.space.offloads)
+        return any(self._rests(split, share.ep, away) < inf for away in offloads)
 
     def _rests(self, split: ModelSplit, ep: int, away: tuple[tuple[Offload, ...], ...]) -> float:
         key = split, ep, len(away)

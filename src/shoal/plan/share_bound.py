@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Recompute, Schedule, accumulation, divisors
-from shoal.facts.layout.expert_nodes import EXCHANGES
 from shoal.facts.precision import compute_width
 from shoal.plan.space import (
     ModelSplit,
@@ -24,27 +23,22 @@ from shoal.plan.space import (
     layout_of,
     placed,
 )
-from shoal.predict.collective_call import CollectiveCall
+from shoal.plan.within_bound import WithinBound
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.rank_parameters import (
     RankParameters,
     rank_parameters,
 )
-from shoal.predict.time import context, host, layer
-from shoal.predict.time import expert as experts
-from shoal.predict.time.bubble import Idle, follows, idle
+from shoal.predict.time import host, layer
+from shoal.predict.time.bubble import follows, idle
 from shoal.predict.time.layer import Handling, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.step import (
-    ALWAYS,
     CostModel,
     RankKind,
-    beside_products,
     rests,
     stage_kinds,
-    within_pass,
 )
-from shoal.predict.traffic import expert, tensor
 from shoal.predict.workload import Workload
 
 
@@ -102,8 +96,9 @@ class ShareBound:
         self.behind = host.slowest(self.devices, self.on.rates.device.spread)
         self.once = host.at_least_once(self.on)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
+        self.within = WithinBound(self.on, self._workload(Layout()), self.body)
         self._costs: dict[tuple[object, ...], Costs] = {}
-        self._waits: dict[tuple[int, int, str, int], float] = {}
+        self._waits: dict[tuple[int, int, str, int, bool], float] = {}
         self._cut: dict[tuple[int, str, int], Cuts] = {}
 
     def of_split(self, split: ModelSplit, orders: Sequence[PipelineOrder] = ()) -> float:
@@ -127,7 +122,7 @@ class ShareBound:
             return worked
         # The smaller the micro-batch, the more of them fill the pipeline.
         times = max(1, self.recipe.batch // split.data)
-        least = min(self._least_wait(split.pp, some, orders) / some for some in divisors(times))
+        least = min(self._least_wait(split.pp, some, orders, False) / some for some in divisors(times))
         return worked * (1 + least * (split.pp - 1))
 
     def of_tokens(self, split: ModelSplit, share: WorkShare) -> float:
@@ -237,13 +232,21 @@ class ShareBound:
             )
         return known
 
-    def _least_wait(self, pp: int, times: int, orders: Sequence[PipelineOrder]) -> float:
-        """For each of the other ranks, in what one micro-batch takes there."""
-        key = pp, times, orders[0].schedule, len(orders)
+    def _least_wait(self, pp: int, times: int, orders: Sequence[PipelineOrder], played: bool = True) -> float:
+        """For each of the other ranks, in what one micro-batch takes there. ``played``: also of pipelines that never
+        fill, whose waiting has no formula and takes a millisecond to find.
+        """
+        key = pp, times, orders[0].schedule, len(orders), played
         known = self._waits.get(key)
         if known is None:
-            found = (waits(order, pp, times, True).work / (pp - 1) for order in orders)
-            known = self._waits[key] = min(min(found), float(times))
+            pipelines = dict.fromkeys((order.schedule, order.chunks) for order in orders)
+            found = (
+                idle(schedule, pp, chunks, times).work
+                if played or follows(schedule, pp, chunks, times)
+                else (pp - 1) / (3 * chunks)  # the least that any schedule can have
+                for schedule, chunks in pipelines
+            )
+            known = self._waits[key] = min(min(found) / (pp - 1), float(times))
         return known
 
     def least_held(self, split: ModelSplit, share: WorkShare) -> Handling:
@@ -340,42 +343,21 @@ class ShareBound:
     def _priced(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling, compiled: bool
     ) -> Costs:
-        """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
-        layout = layout_of(
-            dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
-            micro=share.micro, recompute=recompute,
-        )  # fmt: skip
-        recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
-        workload = replace(self._workload(layout), recipe=recipe, compile=compiled)
-        tokens, model = workload.tokens, self.model
+        """One micro-batch of one rank."""
+        tokens, model = share.micro * self.recipe.seq // split.cp, self.model
         body = self.body(split.tp, share.sp)
-        # Beside adapters every layer is taken for the first, which exchanges the least: a rank may have few others.
-        each = (
-            body
-            if self.lora is None
-            else replace(body, dense=int(body.dense > 0), sparse=int(not body.dense))
-        )
-        within = sum(self._seconds(workload, call) for call in tensor.calls(workload, each))
-        within *= body.layers / each.layers
-        routed = sum(
-            self._seconds(workload, call)
-            for call in expert.tokens(workload, body)
-            if call.group not in EXCHANGES
-        )
+        decided = split, share, recompute, compiled
+        within = self.within.of_tensor(*decided, tokens)
         seconds, computed, forwards, backwards = [0.0, 0.0], [0.0, 0.0], [0.0], [0.0]
         for part in self._parts(split, share, held, compiled):
             place, count = (1, body.sparse) if part.experts else (0, body.dense)
             one = self.on.layer(part)
-            shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
-            if place:
-                waits = experts.waits(workload, self.on, body, part).values()
-                routed += sum(sum(by_pass.values()) for by_pass in waits)
-            again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
+            again = one.full if recompute == "full" else one.again if recompute == "selective" else 0.0
             backward = one.input + (0.0 if self.frozen else one.weight) + again
             computed[place] = one.forward + backward
-            seconds[place] = (
-                computed[place] + shared + within / body.layers + (routed / count if place else 0.0)
-            )
+            seconds[place] = computed[place] + within + self.within.of_context(*decided, part)
+            if place:
+                seconds[place] += self.within.of_experts(*decided, part) / count
             forwards.append(one.forward)
             backwards.append(backward)
         rows = -(-model.vocab // split.tp)
@@ -403,14 +385,6 @@ class ShareBound:
                     self.recipe.dropout > 0, turns, unpacks,
                 )  # fmt: skip
 
-    def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
-        ranks = workload.ranks_of(call.group)
-        if call.phase in ALWAYS:
-            each = within_pass(self.on, workload, call, ranks)
-        else:
-            each = self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
-        return call.count * beside_products(self.stack, workload.layout.sp, call) * each
-
     def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
         return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
 
@@ -431,10 +405,3 @@ class ShareBound:
             self.lora,
             self.compile,
         )
-
-
-def waits(order: PipelineOrder, pp: int, times: int, played: bool = False) -> Idle:
-    """``played``: also of a pipeline that never fills, whose waiting has no formula and takes a while to find."""
-    if played or follows(order.schedule, pp, order.chunks, times):
-        return idle(order.schedule, pp, order.chunks, times)
-    return Idle((pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
