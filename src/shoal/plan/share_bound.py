@@ -87,6 +87,7 @@ class ShareBound:
         self.kinds = cache(self._stage_kinds)
         self.body = cache(self._all_layers)
         self._compiles = cache(self._compiled_blocks)
+        self._worked = cache(self._work_of_split)
         self._least_held = cache(self._least_handled)
         self.moving = cache(self._moved_beside)
         self.measured = isinstance(self.on.kernels, MeasuredKernels)
@@ -97,14 +98,31 @@ class ShareBound:
         self.once = host.at_least_once(self.on)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self.within = WithinBound(self.on, self._workload(Layout()), self.body)
+        self._moved: dict[tuple[int, int, int], float] = {}
+        self._computed: dict[tuple[object, ...], float] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._waits: dict[tuple[int, int, str, int, bool], float] = {}
         self._cut: dict[tuple[int, str, int], Cuts] = {}
 
-    def of_split(self, split: ModelSplit, orders: Sequence[PipelineOrder] = ()) -> float:
+    def of_split(
+        self, split: ModelSplit, orders: Sequence[PipelineOrder] = (), micro: int | None = None
+    ) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer; with ``orders``
-        to choose from also how long a pipeline's ranks wait for one another.
+        to choose from also how long a pipeline's ranks wait for one another, which ``micro`` decides once it is known.
         """
+        worked = self._worked(split)
+        if split.pp == 1 or not orders:
+            return worked
+        # The smaller the micro-batch, the more of them fill the pipeline.
+        times = max(1, self.recipe.batch // split.data)
+        ways = divisors(times) if micro is None else [accumulation(self.recipe.batch, split.data, micro)]
+        return worked * min(self.fill(split.pp, some, orders, False) for some in ways)
+
+    def fill(self, pp: int, times: int, orders: Sequence[PipelineOrder], played: bool = True) -> float:
+        """How many times as long as its work a pipeline takes at least."""
+        return 1 + self._least_wait(pp, times, orders, played) * (pp - 1) / times if pp > 1 else 1.0
+
+    def _work_of_split(self, split: ModelSplit) -> float:
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
         # Two sums a layer forward and two backward; with sequence parallelism each is two halves, which a library may
@@ -116,14 +134,7 @@ class ShareBound:
         summed = 4 * min(whole, sum(halves)) * (1 - self.stack.tensor_overlap)
         each = (self._products + self._attention) / self.devices
         worked = each + self.model.layers / split.pp * summed
-        if split.pp == 1:
-            return worked + self.behind * each
-        if not orders:
-            return worked
-        # The smaller the micro-batch, the more of them fill the pipeline.
-        times = max(1, self.recipe.batch // split.data)
-        least = min(self._least_wait(split.pp, some, orders, False) / some for some in divisors(times))
-        return worked * (1 + least * (split.pp - 1))
+        return worked + self.behind * each if split.pp == 1 else worked
 
     def of_tokens(self, split: ModelSplit, share: WorkShare) -> float:
         """Every micro-batch reads all weights of a layer for each of its products, however few tokens it has. What was
@@ -131,31 +142,52 @@ class ShareBound:
         """
         if self.measured:
             return 0.0
-        seconds = 0.0
-        body, moved = self.body(split.tp, share.sp), self.on.kernels.moved
+        key = split.tp, share.ep, share.micro * self.recipe.seq // split.cp
+        known = self._moved.get(key)
+        if known is None:
+            known = self._moved[key] = self._moved_by_products(split, share)
+        return self._micro_batches(split, share) * known
+
+    def _moved_by_products(self, split: ModelSplit, share: WorkShare) -> float:
+        """Seconds that reading and writing takes, of one micro-batch."""
+        seconds, body, kernels = 0.0, self.body(split.tp, share.sp), self.on.kernels
         for part in self._parts(split, share, layer.FREE, False):
             count = body.sparse if part.experts else body.dense
             shapes = layer.products(self.model, part, self.stack.joined)
             read = sum(one.parameters for one in shapes)
             written = sum(one.times * one.groups * one.rows * (one.inner + one.columns) for one in shapes)
-            seconds += count * (2 if self.frozen else 3) * moved((read + written) * self.on.kernels.width)
-        return self._micro_batches(split, share) * seconds / self.on.faster
+            seconds += count * (2 if self.frozen else 3) * kernels.moved((read + written) * kernels.width)
+        return seconds / self.on.faster
 
     def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All that is computed within layers, evenly over all devices."""
-        body, seconds = self.body(split.tp, share.sp), 0.0
-        for part in self._parts(split, share, layer.FREE, compiled):
-            one = self.on.layer(part)
-            worked = one.forward + one.input + (0.0 if self.frozen else one.weight)
-            seconds += (body.sparse if part.experts else body.dense) * worked
-        return self._micro_batches(split, share) * seconds
+        sp, kind, ep, micro = share
+        tokens = micro * self.recipe.seq // split.cp
+        key = (
+            split.tp,
+            sp,
+            ep,
+            tokens,
+            kind == "ring" and split.cp,
+            compiled,
+            self.on.counts_sequences and micro,
+        )
+        known = self._computed.get(key)
+        if known is None:
+            body, known = self.body(split.tp, sp), 0.0
+            for part in self._parts(split, share, layer.FREE, compiled):
+                one = self.on.layer(part)
+                worked = one.forward + one.input + (0.0 if self.frozen else one.weight)
+                known += (body.sparse if part.experts else body.dense) * worked
+            self._computed[key] = known
+        return self._micro_batches(split, share) * known
 
     def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
         """All computation and exchange within layers, evenly over all devices: whatever the depth of a pipeline."""
         costs = self.costs(split, share, "none", self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
-        return self._micro_batches(split, share) * total + self.once
+        return self._micro_batches(split, share) * total
 
     def _micro_batches(self, split: ModelSplit, share: WorkShare) -> float:
         """How many whole networks' passes over one a device works off."""

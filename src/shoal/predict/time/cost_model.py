@@ -59,12 +59,13 @@ class CostModel:
             if self.stack.name == SHOAL.name and reached.sustained < 1:
                 reached = reached.model_copy(update={"matmul": reached.matmul * reached.sustained})
             self.kernels = Kernels(reached, peak, device.memory_bandwidth or 50e9, widths.compute)
+        # Whether it matters how many sequences a micro-batch's tokens belong to.
         measured_here = isinstance(self.kernels, MeasuredKernels)
-        self._counts_sequences = measured_here or self.stack.attention == "unfused"
+        self.counts_sequences = measured_here or self.stack.attention == "unfused"
 
     def layer(self, share: LayerShare) -> Seconds:
         # Long sequences cut in parts have the tokens of short ones, and as a rule nothing else counts.
-        key = share if self._counts_sequences else share[:2] + share[3:]
+        key = share if self.counts_sequences else share[:2] + share[3:]
         known = self._layers.get(key)
         if known is None:
             known = (
@@ -91,7 +92,7 @@ class CostModel:
         elementwise = parts.get(key)
         if elementwise is None:
             elementwise = parts[key] = layers.elementwise(*given)
-        key = "attention", tokens, tp, share.turns, self._counts_sequences and share.sequences
+        key = "attention", tokens, tp, share.turns, self.counts_sequences and share.sequences
         attended = parts.get(key)
         if attended is None:
             attended = parts[key] = layers.attention(*given)
