@@ -41,7 +41,7 @@ class WithinBound:
         if split.tp == 1:
             return 0.0
         sp, _, ep, micro = share
-        key = split.tp, sp, tokens, micro > 1, ep > 1, recompute, compiled
+        key = split.tp, sp, tokens, micro > 1, ep > 1, *_passes(recompute, compiled)
         known = self._tensor.get(key)
         if known is None:
             body = self.body(split.tp, sp)
@@ -59,7 +59,7 @@ class WithinBound:
         """Of a layer; ``part``: a rank's share of it."""
         if split.cp == 1:
             return 0.0
-        key = split.tp, split.cp, share.cp_kind, share.micro, recompute, compiled
+        key = split.tp, split.cp, share.cp_kind, share.micro, *_passes(recompute, compiled)
         known = self._context.get(key)
         if known is None:
             body = self.body(split.tp, share.sp)
@@ -73,7 +73,8 @@ class WithinBound:
     ) -> float:
         """Of all layers with experts; ``part``: a rank's share of one."""
         sp, _, ep, micro = share
-        key = split.tp, split.cp, sp, ep, micro, recompute, compiled, part.held
+        layer = part if self.asked.stack.expert_overlap else None  # what it may hide behind
+        key = split.tp, split.cp, sp, ep, micro, *_passes(recompute, compiled), layer
         known = self._experts.get(key)
         if known is None:
             body = self.body(split.tp, sp)
@@ -104,3 +105,8 @@ class WithinBound:
         else:
             each = self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         return call.count * beside_products(self.asked.stack, workload.layout.sp, call) * each
+
+
+def _passes(recompute: Recompute, compiled: bool) -> tuple[Recompute, bool]:
+    """What exchanges depend on: compiled blocks differ in what they repeat."""
+    return recompute, compiled and recompute != "none"
