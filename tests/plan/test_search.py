@@ -214,8 +214,8 @@ def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
 
 
 def test_on_the_largest_cluster_the_limited_search_finds_what_an_unlimited_one_does() -> None:
-    """The file is what ``python benchmarks/plan_search.py`` wrote, whose searches took as long as they liked. Half of the
-    work that is allowed is enough, which is what an answer in two seconds takes.
+    """The file is what ``python benchmarks/plan_search.py`` wrote, whose searches took as long as they liked. Half of
+    the work that is allowed is enough, which is what an answer in two seconds takes.
     """
     question, known = QUESTIONS[0], json.loads(UNLIMITED.read_text())[0]
     found = searched(*question, EFFORT // 2)
