@@ -82,17 +82,16 @@ class CostModel:
 
     def _composed(self, share: LayerShare) -> Seconds:
         """Of parts that depend on few of a share's values each: what has one new value has most parts priced."""
-        tokens, between, tp, experts = share.tokens, share.between, share.tp, share.experts
         parts, given = self._parts, (self.model, self.stack, self.kernels, share)
-        key: tuple[object, ...] = "products", tokens, tp, share.ep, experts
+        key = share.of_products
         products = parts.get(key)
         if products is None:
             products = parts[key] = layers.multiplied(*given)
-        key = "elementwise", tokens, between, tp, experts, share.compiled
+        key = share.of_elements
         elementwise = parts.get(key)
         if elementwise is None:
             elementwise = parts[key] = layers.elementwise(*given)
-        key = "attention", tokens, tp, share.turns, self.counts_sequences and share.sequences
+        key = share.of_attention(self.counts_sequences)
         attended = parts.get(key)
         if attended is None:
             attended = parts[key] = layers.attention(*given)

@@ -128,6 +128,20 @@ class LayerShare(NamedTuple):
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
+    @property
+    def of_products(self) -> tuple[object, ...]:
+        """All that its products depend on."""
+        return "products", self.tokens, self.tp, self.ep, self.experts
+
+    @property
+    def of_elements(self) -> tuple[object, ...]:
+        """All that its elementwise work depends on."""
+        return "elements", self.tokens, self.between, self.tp, self.experts, self.compiled, self.dropout
+
+    def of_attention(self, counts_sequences: bool) -> tuple[object, ...]:
+        """All that its attention depends on."""
+        return "attention", self.tokens, self.tp, self.turns, counts_sequences and self.sequences
+
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[LayerProduct]:
     """Of a layer's forward pass. ``joined``: queries, keys and values from one product."""
