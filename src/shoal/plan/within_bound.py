@@ -73,8 +73,9 @@ class WithinBound:
     ) -> float:
         """Of all layers with experts; ``part``: a rank's share of one."""
         sp, _, ep, micro = share
-        layer = part if self.asked.stack.expert_overlap else None  # what it may hide behind
-        key = split.tp, split.cp, sp, ep, micro, *_passes(recompute, compiled), layer
+        # What it may hide behind.
+        beside = self.on.layer(part) if self.asked.stack.expert_overlap else self.on.shared_experts(part)
+        key = split.tp, split.cp, sp, ep, micro, *_passes(recompute, compiled), beside
         known = self._experts.get(key)
         if known is None:
             body = self.body(split.tp, sp)
