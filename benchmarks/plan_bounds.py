@@ -24,14 +24,14 @@ from math import ceil
 from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout
+from shoal.facts.layout import Layout, accumulation
 from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
-from shoal.plan.best_first import HEAVIER, LIGHTER, removable
 from shoal.plan.memory_bound import MemoryBound
+from shoal.plan.more_offload import HEAVIER, LIGHTER, removable
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
@@ -162,21 +162,28 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     seconds = case.seconds(one)
     # Time, from the first decision to the last.
     handled = bounds.handled(split, share, states)
-    worked = bounds.of_order(split, share, order, handled, played=True)
+    worked = bounds.of_order(split, share, order, handled)
     orders = case.space.orders(split)
     exchanged = bounds.of_exchange(split, share, orders)
+    late = case.space.orders(split, None, order.schedule in SPLIT_BACKWARD)
+    fill = bounds.fill(split.pp, accumulation(case.asked.recipe.batch, split.data, share.micro), late)
+    compiled = bounds.compiled(split, order)
     times = {
         "of_split": bounds.of_split(split),
         "of_split with orders": bounds.of_split(split, orders),
-        "of_tokens": bounds.of_tokens(split, share),
-        "of_layers": bounds.of_layers(split, share, bounds.compiled(split, order)),
-        "of_rate": bounds.of_rate(split, share, bounds.compiled(split, order)),
+        "of_split with micro": bounds.of_split(split, orders, share.micro),
+        "of_tokens": fill * bounds.of_tokens(split, share),
+        "of_layers": fill * bounds.of_layers(split, share, compiled),
+        "of_rate": fill * bounds.of_rate(split, share, compiled),
         "of_share": bounds.of_share(split, share),
         "of_share with exchange": bounds.of_share(split, share, orders=orders) + exchanged,
         "of_share with recompute": bounds.of_share(split, share, order.recompute),
         "of_share with orders": bounds.of_share(split, share, order.recompute, orders) + exchanged,
         "of_order": bounds.of_order(split, share, order) + exchanged,
-        "of_order played": worked + bounds.of_exchange(split, share, orders, (states.zero,)),
+        "of_order handled": worked + bounds.of_exchange(split, share, orders, (states.zero,)),
+        "of_update": worked
+        + bounds.of_exchange(split, share, orders, (states.zero,))
+        + bounds.of_update(split, share, order, states.zero, states.offload),
         "of_states": bounds.of_states(split, share, order, states, worked),
     }
     if states.offload:

@@ -14,8 +14,8 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
-from shoal.plan.best_first import Walk
 from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare
+from shoal.plan.walk import Walk
 from shoal.predict.workload import Workload as Question
 
 

@@ -97,7 +97,7 @@ def test_bounds_are_never_above_what_they_bound(
             seconds = step(workload, at).seconds * (1 + 1e-9)
             assert bounds.of_split(split) <= seconds, layout
             assert bounds.of_share(split, share) <= seconds, layout
-            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states), played=True)
+            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states))
             assert bounds.of_order(split, share, order) <= worked * (1 + 1e-9), layout
             assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
             if order.chunks * split.pp <= 16:  # deeper ones take long to play through
@@ -214,9 +214,11 @@ def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
 
 
 def test_on_the_largest_cluster_the_limited_search_finds_what_an_unlimited_one_does() -> None:
-    """The file is what ``python benchmarks/plan_search.py`` wrote, whose searches took as long as they liked."""
+    """The file is what ``python benchmarks/plan_search.py`` wrote, whose searches took as long as they liked. Half of
+    the work that is allowed is enough, which is what an answer in two seconds takes.
+    """
     question, known = QUESTIONS[0], json.loads(UNLIMITED.read_text())[0]
-    found = searched(*question, EFFORT)
+    found = searched(*question, EFFORT // 2)
     best = found.plans[0]
     assert (str(best.layout), best.step.seconds) == (known["best"], pytest.approx(known["step_s"], rel=1e-9))
     assert found.proven and found.complete and found.searched == known["layouts"]

@@ -9,74 +9,33 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect, bisect_left
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shoal.facts.layout import Offload
-from shoal.facts.ledger import Ledger
-from shoal.plan.memory_bound import MemoryBound
+from shoal.plan.more_offload import CHAINS, HEAVIER, Offloads
 from shoal.plan.orders import MergedGroups, OrderGroup
 from shoal.plan.space import (
     EVERYTHING,
     FRACTIONS,
     NOTHING,
-    OFFLOADS,
     ON_NVME,
     Candidate,
     ModelSplit,
     PipelineOrder,
-    Space,
     StateSharding,
     WorkShare,
     has_activations,
     placed,
 )
-from shoal.plan.time_bound import TimeBound
-from shoal.predict.memory import ledger
+from shoal.plan.walk import Priced, StrategyKey, Walk, strategy_of
 from shoal.predict.time.layer import Handling
-from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
-# Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
-# every machine. So many go into pricing a whole layout, and into its memory, for which a pipeline is played through.
-PRICED = 25
-COUNTED, PLAYED = 20, 4
-# What fills no more of a device than this, at least, fits as a rule.
-ROOMY = 0.8
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
 OTHERS = 3000
-Offloads = tuple[Offload, ...]
-
-
-def _beyond(offload: Offloads, lighter: Offloads) -> set[str]:
-    """What is offloaded there and not here, or less of it."""
-    here = {part.what: part.fraction for part in lighter}
-    return {part.what for part in offload if here.get(part.what, 0.0) < part.fraction}
-
-
-# What is offloaded to a host's memory: of each of these, more where less does not fit, for it is never faster. NVMe is
-# asked where that memory has no room.
-CHAINS: tuple[tuple[Offloads, ...], ...] = (
-    (OFFLOADS[6], OFFLOADS[0]),
-    (OFFLOADS[2], OFFLOADS[7]),
-    (OFFLOADS[1],),
-    (OFFLOADS[3],),
-)
-HEAVIER: dict[Offloads, tuple[Offloads, ...]] = {
-    way: chain[place + 1 :] for chain in CHAINS for place, way in enumerate(chain[:-1])
-}
-# And of which of them each offloads more.
-LIGHTER: dict[Offloads, tuple[Offloads, ...]] = {
-    way: (NOTHING, *(one for one in OFFLOADS if one != way and _beyond(one, way) == set()))
-    for way in OFFLOADS
-}
-
-# Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
-StrategyKey = tuple[int, int, int, int, int, bool]
 
 
 class SearchNode(NamedTuple):
@@ -89,22 +48,6 @@ class SearchNode(NamedTuple):
     offload: tuple[Offload, ...] | None = None
     alike: tuple[StateSharding, ...] | None = None
     states: StateSharding | None = None
-
-
-@dataclass(slots=True)
-class Priced:
-    """A whole layout with its exact time, and later its memory."""
-
-    candidate: Candidate
-    workload: Workload
-    step: StepTime
-    memory: Ledger | None = None
-    too_much: Ledger | None = None  # of a rank that did not fit, where no other was looked at
-
-    @property
-    def strategy(self) -> StrategyKey:
-        split, share, _, states, _ = self.candidate
-        return strategy_of(split, share, states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,129 +64,6 @@ def received(found: HuntResult, asked: Workload) -> HuntResult:
     for one in (*found.accepted, *found.lost):
         one.workload = replace(asked, layout=one.workload.layout)
     return found
-
-
-@dataclass(eq=False)
-class Walk:
-    """What every way through the space has in common: the queue of what comes next, and what may fit of it.
-
-    ``known``: layouts with their price, shared by all walks of a search.
-    """
-
-    asked: Workload
-    bounds: TimeBound
-    room: MemoryBound
-    space: Space
-    known: dict[Candidate, Priced] = field(default_factory=dict, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self._heap: list[tuple[Any, int, Any]] = []
-        self._number = count()
-        self._worked = 0
-        self._failed: dict[tuple[object, ...], int] = {}
-
-    def _push(self, bound: Any, item: Any) -> None:
-        self._worked += 1
-        heapq.heappush(self._heap, (bound, next(self._number), item))
-
-    def _states(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, alike: Sequence[StateSharding]
-    ) -> Iterator[tuple[StateSharding, float]]:
-        """Those that may fit, each with how long a step takes at least. Over fewer ranks they need more."""
-        worked = None
-        for states in alike:
-            self._worked += 1
-            if not self.room.holds(split, share, order, states):
-                return
-            if states.offload and not self.room.has_place(split, share, order, states):
-                return
-            if worked is None:
-                worked = self._worked_at_least(split, share, order, states)
-            yield states, self.bounds.of_states(split, share, order, states, worked)
-
-    def _worked_at_least(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
-    ) -> float:
-        """The bound of an order, with what these states move of weights."""
-        held = self.bounds.handled(split, share, states)
-        return self.bounds.of_order(split, share, order, held, played=True)
-
-    def _may_hold(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
-    ) -> bool:
-        return self.room.may_hold(split, share, order, offload)
-
-    def _priced(self, candidate: Candidate) -> Priced:
-        priced = self.known.get(candidate)
-        if priced is None:
-            workload = replace(self.asked, layout=candidate.layout())
-            self._worked += PRICED
-            priced = self.known[candidate] = Priced(candidate, workload, step(workload, self.bounds.on))
-        return priced
-
-    def _memory(self, priced: Priced) -> Ledger:
-        if priced.memory is None:
-            self._worked += COUNTED + PLAYED * (priced.workload.layout.pp * priced.workload.layout.chunks - 1)
-            priced.memory = ledger(priced.workload)
-        return priced.memory
-
-    def _known_to_fit(self, priced: Priced) -> bool:
-        """As soon as one rank does not, no other is looked at."""
-        left = self.room.headroom.left_by
-        if priced.memory is None:
-            if priced.too_much is not None and not left(priced.too_much):
-                return False
-            if self._too_large_anyway(priced.candidate):
-                return False
-            self._worked += COUNTED + PLAYED * (priced.workload.layout.pp * priced.workload.layout.chunks - 1)
-            found = ledger(priced.workload, left)
-            if not left(found):
-                priced.too_much = found
-                return False
-            priced.memory = found
-        return left(priced.memory)
-
-    def _too_large_anyway(self, candidate: Candidate) -> bool:
-        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that: of a layout that
-        is known and offloads less.
-        """
-        for lighter in LIGHTER.get(candidate.states.offload, ()):
-            kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=lighter)))
-            memory = kept and (kept.memory or kept.too_much)
-            if memory:
-                gone = removable(candidate, lighter, memory)
-                if not self.room.fits(candidate.split, memory.peak_allocated - gone):
-                    return True
-        return False
-
-    def _too_large(self, candidate: Candidate) -> bool:
-        """Whether something that needs no more memory did not fit."""
-        return candidate.states.fsdp <= self._failed.get(self._alike(candidate), 0)
-
-    def _fits(self, priced: Priced) -> bool:
-        """If not, neither do states over fewer ranks, or larger units."""
-        candidate, alike = priced.candidate, self._alike(priced.candidate)
-        fits = self._known_to_fit(priced)
-        if not fits and alike[-1] == candidate.unit:
-            self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
-        return fits
-
-    def _tight(self, candidate: Candidate, frugal: StateSharding) -> bool:
-        """Whether it is in doubt that even the states which need the least will fit. Elsewhere a ledger, which takes
-        long, is drawn up of what turns out to be the fastest only.
-        """
-        split, share, order, *_ = candidate
-        return not self.room.fits(split, self.room.of_states(split, share, order, frugal) / ROOMY)
-
-    def _alike(self, candidate: Candidate) -> tuple[object, ...]:
-        """What is the same in layouts that differ only in how many ranks share states, and in units. Last, of those the
-        unit that needs the least memory; where small units stay gathered, each may. Experts that no other rank of a
-        copy holds are gathered from nowhere, so over fewer ranks these may need less.
-        """
-        split, share, order, states, unit = candidate
-        least = unit if self.asked.tune.persist_below else 1
-        ranks = states.fsdp if share.ep > 1 else 0
-        return split, share, order, strategy_of(split, share, states)[4], states.offload, ranks, least
 
 
 @dataclass(eq=False)
@@ -369,9 +189,10 @@ class BestFirst(Walk):
             if strategy_of(split, share, alike[0]) not in self.settled:
                 held = self.bounds.handled(split, share, alike[0])
                 if held not in known:
-                    known[held] = self.bounds.of_order(split, share, order, held, played=True)
-                exchanged = node.group.of_stage(alike[0].zero)
-                self._push(known[held] + exchanged, node._replace(alike=tuple(alike)))
+                    known[held] = self.bounds.of_order(split, share, order, held)
+                bound = known[held] + node.group.of_stage(alike[0].zero)
+                bound += self.bounds.of_update(split, share, order, alike[0].zero, offload or NOTHING)
+                self._push(bound, node._replace(alike=tuple(alike)))
 
     def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
         _, split, share, order, offload, _, _ = node
@@ -498,22 +319,3 @@ class BestFirst(Walk):
         no_place = memory is not None and memory.host > memory.host_capacity
         self._offload_more(node, priced.candidate.states.offload, no_place)
         return False
-
-
-def removable(candidate: Candidate, lighter: Offloads, memory: Ledger) -> int:
-    """Bytes that are gone at most where something is offloaded, of what the same layout holds that offloads less."""
-    away = _beyond(candidate.states.offload, lighter)
-    gone = 0
-    if away & {"optimizer", "params"}:
-        gone += memory.optimizer + memory.params
-        gone += memory.grads if candidate.split.pp == 1 else 0  # a pipeline's add up on the device
-    if "params" in away:
-        gone += memory.buffers
-    if "activations" in away:
-        gone += memory.activations
-    return gone
-
-
-def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> StrategyKey:
-    shared = states.zero if placed(split, states).sharded.size > 1 else 0
-    return split.tp, split.cp, split.pp, share.ep, shared, bool(states.offload)

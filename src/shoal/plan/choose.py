@@ -18,7 +18,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.plan import evidence, practice
-from shoal.plan.best_first import BestFirst, HuntResult, Priced
+from shoal.plan.best_first import BestFirst, HuntResult
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_bytes, out_of_memory
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
@@ -26,11 +26,12 @@ from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
 from shoal.plan.space import Space, cuts_short
 from shoal.plan.time_bound import TimeBound
+from shoal.plan.walk import Priced
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
-# Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second as
+# Work that looking for a simpler layout takes at most, in bounds (``plan/walk.py``): a few tenths of a second as
 # a rule; on thousands of devices that share a long pipeline in many ways, one or two.
 EFFORT = 80000
 # Strategies that the choice is made among, the fastest first.

@@ -134,7 +134,7 @@ class MemoryBound(RankMemory):
         key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1, share.ep > 1
         least = self._least.get(key)
         if least is None:
-            least = float("inf")
+            least = inf
             # The schedule is not known yet, and with it whether blocks are compiled.
             ways = {self._compiled(split.pp, schedule, share.ep) for schedule in ("1f1b", "zb")}
             for recompute, compiled in product(RECOMPUTES, ways):

@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from shoal.facts.layout import RECOMPUTES, Offload, Recompute, Zero
+from shoal.facts.layout import RECOMPUTES, Offload, Recompute, Zero, accumulation
 from shoal.plan.exchange_bound import ZEROS
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, Space, WorkShare
@@ -87,6 +87,8 @@ class OrderGroups:
         self._heap: list[tuple[float, int, OpenGroup]] = []
         self._number = count()
         self._resting: dict[tuple[ModelSplit, int, int], float] = {}
+        self._fitting: dict[tuple[object, ...], list[tuple[bool, tuple[ModelSplit, ...]]]] = {}
+        self._filled: dict[tuple[object, ...], float] = {}
         alike: dict[tuple[int, int], list[ModelSplit]] = {}
         for split in space.splits():
             alike.setdefault((split.tp, split.cp), []).append(split)
@@ -121,49 +123,80 @@ class OrderGroups:
 
     def _open(self, node: OpenGroup, seconds: float) -> None:
         """One more decision: what a rank works on at a time, then how deep the pipeline is."""
-        splits, share, puts_off, _, split, _, _ = node
+        splits, share, puts_off, exchanges, split, least, _ = node
         if share is None:
-            for one, where in self._shares(splits).items():
-                bound = self.bounds.of_tokens(where[0], one)
-                self._push(max(seconds, bound), OpenGroup(tuple(where), one))
+            self._open_splits(seconds, splits)
         elif puts_off is None:
-            fitting = tuple(one for one in splits if self._may_fit(one, share))
-            for late in (False, True):
-                if any(self.space.orders(one, None, late) for one in fitting):
-                    self.worked += 1
-                    bound = self.bounds.of_layers(fitting[0], share, self._compiled(fitting, late))
-                    self._push(max(seconds, bound), node._replace(splits=fitting, puts_off=late))
-        elif not node.exchanges:
+            self._open_share(seconds, splits, share)
+        elif not exchanges:
             self.worked += PRICED_SHARE
-            bound = self.bounds.of_rate(splits[0], share, self._compiled(splits, puts_off))
-            self._push(max(seconds, bound), node._replace(exchanges=True))
+            bound = self.bounds.of_rate(splits[0], share, self._compiled(splits[0], puts_off))
+            fill = self._fill(splits, share, puts_off)
+            self._push(max(seconds, fill * bound), OpenGroup(splits, share, puts_off, True))
         elif split is None:
-            compiled = self._compiled(splits, puts_off)
+            compiled = self._compiled(splits[0], puts_off)
             for deep in splits:
-                if orders := self.space.orders(deep, None, puts_off):
-                    bound = self.bounds.of_share(deep, share, "none", orders, compiled)
-                    self._push(max(seconds, bound), node._replace(split=deep))
-        elif node.least is None:
-            again = self._least_again(split, share, puts_off)
-            if again is not None:
-                orders = self.space.orders(split, None, puts_off)
-                compiled = self.bounds.compiled(split, orders[0])
-                exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
-                if again != "none":  # without it, that is known
-                    seconds = max(seconds, self.bounds.of_share(split, share, again, orders, compiled))
-                self._push(seconds + exchanged, node._replace(least=exchanged))
+                orders = self.space.orders(deep, None, puts_off)
+                bound = self.bounds.of_share(deep, share, "none", orders, compiled)
+                self._push(max(seconds, bound), OpenGroup(splits, share, puts_off, True, deep))
+        elif least is None:
+            self._open_deep(seconds, node, split, share, puts_off)
         else:
             orders = self.space.orders(split, None, puts_off)
             compiled = self.bounds.compiled(split, orders[0])
             for again in RECOMPUTES:
                 sent = self._sent(split, share, again, puts_off)
                 if sent is not None:
-                    bound = self.bounds.of_share(split, share, again, orders, compiled) + node.least + sent
+                    bound = self.bounds.of_share(split, share, again, orders, compiled) + least + sent
                     self._push(bound, node._replace(recompute=again))
 
-    def _compiled(self, splits: tuple[ModelSplit, ...], puts_off: bool) -> bool:
-        orders = next(filter(None, (self.space.orders(one, None, puts_off) for one in splits)))
-        return self.bounds.compiled(splits[-1], orders[0])
+    def _open_splits(self, seconds: float, splits: tuple[ModelSplit, ...]) -> None:
+        by_micro: dict[tuple[object, ...], tuple[float, float]] = {}
+        for share, found in self._shares(splits).items():
+            where = tuple(found)
+            key = share.micro, where
+            if key not in by_micro:
+                each = (self.bounds.of_split(deep, self.space.orders(deep), share.micro) for deep in where)
+                by_micro[key] = max(seconds, min(each)), self._fill(where, share, None, False)
+            least, fill = by_micro[key]
+            self._push(max(least, fill * self.bounds.of_tokens(where[0], share)), OpenGroup(where, share))
+
+    def _open_share(self, seconds: float, splits: tuple[ModelSplit, ...], share: WorkShare) -> None:
+        for puts_off, fitting in self._resting_in(splits, share.ep):
+            self.worked += 1
+            bound = self.bounds.of_layers(fitting[0], share, self._compiled(fitting[0], puts_off))
+            fill = self._fill(fitting, share, puts_off)
+            self._push(max(seconds, fill * bound), OpenGroup(fitting, share, puts_off))
+
+    def _open_deep(
+        self, seconds: float, node: OpenGroup, split: ModelSplit, share: WorkShare, puts_off: bool
+    ) -> None:
+        again = self._least_again(split, share, puts_off)
+        if again is None:
+            return
+        orders = self.space.orders(split, None, puts_off)
+        compiled = self.bounds.compiled(split, orders[0])
+        exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
+        if again != "none":  # without it, that is known
+            seconds = max(seconds, self.bounds.of_share(split, share, again, orders, compiled))
+        self._push(seconds + exchanged, node._replace(least=exchanged))
+
+    def _fill(
+        self, splits: tuple[ModelSplit, ...], share: WorkShare, puts_off: bool | None, played: bool = True
+    ) -> float:
+        """How many times as long as its work the best of these pipelines takes at least."""
+        key = splits, share.micro, puts_off, played
+        known = self._filled.get(key)
+        if known is None:
+            batch, fill, orders = self.space.recipe.batch, self.bounds.fill, self.space.orders
+            known = self._filled[key] = min(
+                fill(one.pp, accumulation(batch, one.data, share.micro), orders(one, None, puts_off), played)
+                for one in splits
+            )
+        return known
+
+    def _compiled(self, split: ModelSplit, puts_off: bool) -> bool:
+        return self.bounds.compiled(split, self.space.orders(split, None, puts_off)[0])
 
     def _least_again(self, split: ModelSplit, share: WorkShare, puts_off: bool) -> Recompute | None:
         """What is computed again at least so that activations may fit, here or elsewhere."""
@@ -194,12 +227,23 @@ class OrderGroups:
                 found.setdefault(share, []).append(split)
         return found
 
-    def _may_fit(self, split: ModelSplit, share: WorkShare) -> bool:
-        """As a rule with nothing offloaded; the rest is asked where that does not fit."""
-        return any(
-            self.room.fits(split, self.room.of_share(split, share, self._rests(split, share.ep, away)))
-            for away in ((NOTHING,), self.space.offloads)
-        )
+    def _resting_in(
+        self, splits: tuple[ModelSplit, ...], ep: int
+    ) -> list[tuple[bool, tuple[ModelSplit, ...]]]:
+        """Where all that rests may fit, by whether weight gradients are put off. As a rule with nothing offloaded; the
+        rest is asked where that does not fit. Activations are looked at once it is known which a pipeline keeps.
+        """
+        key = splits, ep
+        known = self._fitting.get(key)
+        if known is None:
+            offloads = ((NOTHING,), self.space.offloads)
+            fitting = [one for one in splits if any(self._rests(one, ep, away) < inf for away in offloads)]
+            parts = (
+                (late, tuple(one for one in fitting if self.space.orders(one, None, late)))
+                for late in (False, True)
+            )
+            known = self._fitting[key] = [part for part in parts if part[1]]
+        return known
 
     def _rests(self, split: ModelSplit, ep: int, away: tuple[tuple[Offload, ...], ...]) -> float:
         key = split, ep, len(away)

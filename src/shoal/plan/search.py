@@ -22,7 +22,7 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
 from shoal.plan.beside import beside
-from shoal.plan.best_first import OTHERS, BestFirst, HuntResult, Priced, StrategyKey, received
+from shoal.plan.best_first import OTHERS, BestFirst, HuntResult, received
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
@@ -31,12 +31,13 @@ from shoal.plan.orders import MergedGroups, OrderGroups
 from shoal.plan.practice import usual_zero
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
+from shoal.plan.walk import Priced, StrategyKey
 from shoal.predict.time.step import cost_model
 from shoal.predict.workload import Workload
 
 TOP = 10
 REJECTED = 20
-# Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
+# Work that a hunt does at most (``plan/walk.py``). Layouts of large clusters come by the million within a few
 # percent of one another; a hunt that is broken off says what it may have missed.
 EFFORT = 36000
 # What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one

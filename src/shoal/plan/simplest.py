@@ -1,4 +1,4 @@
-"""Find the simplest layout that is fast enough: the walk of ``plan/best_first.py`` in another order.
+"""Find the simplest layout that is fast enough: the way of ``plan/best_first.py`` in another order.
 
 What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what follows the practice of
 published runs; of these, what rests on the best evidence; of as good evidence, what has the fewest axes; and then the
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan import complexity, evidence, practice
-from shoal.plan.best_first import Priced, Walk
 from shoal.plan.headroom import out_of_memory
 from shoal.plan.orders import PRICED_SHARE, may_fit
 from shoal.plan.space import (
@@ -29,6 +28,7 @@ from shoal.plan.space import (
     layout_of,
     placed,
 )
+from shoal.plan.walk import Priced, Walk
 
 # Of two that differ in time alone, by no more than this, one whose memory is further from full is taken: with this
 # probability of running out, or less.

@@ -315,15 +315,17 @@ class Space:
     def size(self) -> int:
         """How many that are, without going through them."""
         total = 0
+        known: dict[tuple[object, ...], int] = {}
         for split in self.splits():
-            alike = len(self._ways(split.tp, split.cp)) * len(self._micros(split))
-            alike *= sum(1 + len(self.offloads_of(order.recompute)) for order in self.orders(split))
-            kept = sum(
-                len(self.units(split, states))
-                for ep in self._expert_degrees(split)
-                for states in self.states(split, ep)
-            )
-            total += alike * kept
+            # Tensor ranks keep states alike; another stack's rules may tell them apart.
+            key = split if self._others else split[1:]
+            if key not in known:
+                known[key] = sum(
+                    len(self.units(split, states))
+                    for ep in self._expert_degrees(split)
+                    for states in self.states(split, ep)
+                ) * sum(1 + len(self.offloads_of(order.recompute)) for order in self.orders(split))
+            total += len(self._ways(split.tp, split.cp)) * len(self._micros(split)) * known[key]
         return total
 
     def _ways_of(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:

@@ -14,7 +14,7 @@ from shoal.facts.layout import Offload, Recompute, Zero, accumulation
 from shoal.facts.layout.offload import waiting
 from shoal.facts.precision import compute_width
 from shoal.plan.exchange_bound import ZEROS, ExchangeBound
-from shoal.plan.share_bound import ShareBound, waits
+from shoal.plan.share_bound import ShareBound
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
@@ -30,6 +30,7 @@ from shoal.predict.rank_parameters import (
     trained_with_experts,
 )
 from shoal.predict.time import host, layer
+from shoal.predict.time.bubble import idle
 from shoal.predict.time.layer import Handling, Passes, Seconds
 from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
@@ -51,6 +52,7 @@ class TimeBound(ShareBound):
         self._hosts = cache(self._host_of_layer)
         self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
+        self._updated: dict[tuple[object, ...], float] = {}
         self.exchange = ExchangeBound(self.on, self.body, bool(self.tune.persist_below), self.frozen)
         self._exchanged: dict[tuple[object, ...], float] = {}
 
@@ -60,12 +62,10 @@ class TimeBound(ShareBound):
         share: WorkShare,
         order: PipelineOrder,
         held: Handling | None = None,
-        played: bool = False,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
 
-        ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
-        that never fills, whose waiting has no formula and takes a while to find.
+        ``held``: what is moved of weights for every micro-batch, once states say that.
         """
         held = held or self.least_held(split, share)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
@@ -85,7 +85,7 @@ class TimeBound(ShareBound):
         always = times * self.behind * computed + self.once
         if split.pp == 1:
             return times * slowest + always
-        idle_time = waits(order, split.pp, times, played)
+        idle_time = idle(order.schedule, split.pp, order.chunks, times)
         wait = idle_time.work / (split.pp - 1)
         # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
         worked = times * slowest + wait * (total - slowest) if times >= wait else times * total
@@ -107,8 +107,23 @@ class TimeBound(ShareBound):
         """With states shared out as far as they can be, so that the least of them travels: every pass, or once."""
         # Of what is updated on the device, shards of gathered weights take no longer than others.
         zeros: tuple[Zero, ...] = (3, 1) if waiting(offload, "optimizer") else (3,)
-        ways = [StateSharding(1, split.data, zero, offload) for zero in zeros]
-        return worked + min(self._update(split, share, order, states) for states in ways)
+        return worked + min(self.of_update(split, share, order, zero, offload) for zero in zeros)
+
+    def of_update(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        zero: Zero,
+        offload: tuple[Offload, ...],
+    ) -> float:
+        """The update, and what travels for it, of states that are shared out as far as they can be."""
+        key = split, share, order, zero < 3, offload
+        known = self._updated.get(key)
+        if known is None:
+            states = StateSharding(1, split.data, zero, offload)
+            known = self._updated[key] = self._update(split, share, order, states)
+        return known
 
     def of_sending(self, split: ModelSplit, share: WorkShare, orders: Sequence[PipelineOrder]) -> float:
         """What activations that wait elsewhere add, as much as they slow down what is computed beside."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import active_parameter_count, parameters
+from shoal.facts.model.parameters import active_parameter_count, llama_parameters
 
 
 def flops_per_token(model: Model, seq: int) -> float:
@@ -23,17 +23,15 @@ def flops_per_token(model: Model, seq: int) -> float:
     )
 
 
-@lru_cache(maxsize=32)  # a giant has 40,000 expert tensors, and a planner asks for every layout
+@lru_cache(maxsize=32)
 def matrix_parameters(model: Model) -> int:
     """Weights that one token is multiplied with: of the routed experts, those it is sent to."""
     total = model.vocab * model.hidden if model.tied else 0
     routed = 0
-    for parameter in parameters(model):
-        if len(parameter.shape) != 2 or parameter.kind in ("embedding", "position"):
-            continue
+    for parameter in llama_parameters(model):  # where a giant's 40,000 matrices of experts are stacks
         if parameter.kind == "expert":
             routed += parameter.size
-        else:
+        elif len(parameter.shape) == 2 and parameter.kind not in ("embedding", "position"):
             total += parameter.size
     return total + (routed * model.experts.active // model.experts.count if model.experts else 0)
 

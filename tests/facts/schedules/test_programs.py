@@ -20,6 +20,7 @@ from shoal.facts.schedules.programs import (
     compute_order,
     in_flight,
     instructions,
+    lengths,
     simulate,
     text,
 )
@@ -152,6 +153,13 @@ def test_time_on_the_way_delays_only_what_travels() -> None:
     assert slowly.end == at_once.end + 4 * 10.0
     doubled = simulate(order, lambda instruction: 2.0)
     assert doubled.end == 2 * at_once.end
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 16))
+@settings(max_examples=60)
+def test_lengths_are_those_of_the_timelines(schedule: str, pp: int, micro: int) -> None:
+    order = compute_order(schedule, pp, CHUNKS[schedule][-1], micro)
+    assert lengths(order, (0.0, 0.5)) == [simulate(order).end, simulate(order, transfer=0.5).end]
 
 
 # What ranks hold.

@@ -12,7 +12,15 @@ from shoal.facts.schedules.check import check
 from shoal.facts.schedules.instruction import RECEIVES, SENDS, Action, Instruction, Program, ScheduleError
 from shoal.facts.schedules.messages import instructions, rank_program
 from shoal.facts.schedules.orders import compute_order, rank_order
-from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, simulate, unit_durations
+from shoal.facts.schedules.simulate import (
+    Event,
+    Timeline,
+    bubble,
+    in_flight,
+    lengths,
+    simulate,
+    unit_durations,
+)
 
 # Schedules that compute weight gradients apart from the backward pass, to fill bubbles with them.
 SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
@@ -32,6 +40,7 @@ __all__ = [
     "compute_order",
     "in_flight",
     "instructions",
+    "lengths",
     "programs",
     "rank_order",
     "rank_program",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.facts.schedules.instruction import (
@@ -54,6 +54,49 @@ def simulate(
         if len(events) < len(program):
             raise ScheduleError(f"rank {rank}: {program[len(events)]} waits for ever; check() says why")
     return Timeline(ranks)
+
+
+def lengths(programs: list[Program], transfers: Sequence[float]) -> list[float]:
+    """When ``simulate`` ends, with each of these times of travel: no timeline, for a planner that asks often."""
+    work = computations(programs)
+    holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
+    # Of each computation: what it needs, whether that comes from another rank, how long it takes, what it makes.
+    steps = [
+        [
+            (
+                needed,
+                needed is not None and holder[needed.stage] != rank,
+                unit_durations(one),
+                tensor_made(one),
+            )
+            for one, needed in ((one, tensor_needed(one, len(holder))) for one in program)
+        ]
+        for rank, program in enumerate(work)
+    ]
+    return [_length(steps, transfer) for transfer in transfers]
+
+
+def _length(
+    steps: list[list[tuple[StageTensor | None, bool, float, StageTensor | None]]], transfer: float
+) -> float:
+    made: dict[StageTensor | None, float] = {None: 0.0}
+    ends, places = [0.0] * len(steps), [0] * len(steps)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(steps):
+            place, end = places[rank], ends[rank]
+            while place < len(program) and program[place][0] in made:
+                needed, travels, takes, makes = program[place]
+                end = max(end, made[needed] + (transfer if travels else 0.0)) + takes
+                if makes is not None:
+                    made[makes] = end
+                place += 1
+            moved = moved or place > places[rank]
+            places[rank], ends[rank] = place, end
+    if any(place < len(program) for place, program in zip(places, steps, strict=True)):
+        raise ScheduleError("a rank waits for ever; check() says why")
+    return max(ends)
 
 
 def computations(programs: list[Program]) -> list[Program]:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shoal.facts.layout import ONE_CHUNK, V_SHAPED
-from shoal.facts.schedules.programs import SPLIT_BACKWARD, compute_order, simulate
+from shoal.facts.schedules.programs import SPLIT_BACKWARD, compute_order, lengths
 
 # A deeper pipeline that never fills is played at this depth, with as many micro-batches for each rank.
 DEEPEST_PLAYED = 4
@@ -70,5 +70,5 @@ def full(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
 def played(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
     order = compute_order(schedule, pp, chunks, micro_batches)
     busy = 3.0 * chunks * micro_batches
-    plain, slowed = simulate(order).end, simulate(order, transfer=0.01).end
+    plain, slowed = lengths(order, (0.0, 0.01))
     return Idle((plain - busy) / (3 * chunks), (slowed - plain) / 0.01)

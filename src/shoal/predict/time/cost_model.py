@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from shoal.facts import calibration
 from shoal.facts.calibration import Calibration
@@ -33,7 +34,9 @@ class CostModel:
     recipe: Recipe
     stack: Stack
     rates: Calibration
-    _layers: dict[LayerShare, Seconds] = field(default_factory=dict)
+    _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
+    _heads: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
+    _parts: dict[tuple[object, ...], Any] = field(default_factory=dict)
     _handled: dict[tuple[Rests, int, bool], Passes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,21 +59,43 @@ class CostModel:
             if self.stack.name == SHOAL.name and reached.sustained < 1:
                 reached = reached.model_copy(update={"matmul": reached.matmul * reached.sustained})
             self.kernels = Kernels(reached, peak, device.memory_bandwidth or 50e9, widths.compute)
+        # Whether it matters how many sequences a micro-batch's tokens belong to.
+        measured_here = isinstance(self.kernels, MeasuredKernels)
+        self.counts_sequences = measured_here or self.stack.attention == "unfused"
 
     def layer(self, share: LayerShare) -> Seconds:
-        known = self._layers.get(share)
+        # Long sequences cut in parts have the tokens of short ones, and as a rule nothing else counts.
+        key = share if self.counts_sequences else share[:2] + share[3:]
+        known = self._layers.get(key)
         if known is None:
             known = (
                 measured_layer.layer(self.model, self.kernels, share)
                 if isinstance(self.kernels, MeasuredKernels)
-                else layers.layer(self.model, self.stack, self.kernels, share)
+                else self._composed(share)
             )
             if self.faster > 1:
                 known = in_float8(self.model, self.kernels, share, known, self.faster)
             if share.unpacks:
                 known = unpacked(self.model, self.kernels, share, known)
-            self._layers[share] = known
+            self._layers[key] = known
         return known
+
+    def _composed(self, share: LayerShare) -> Seconds:
+        """Of parts that depend on few of a share's values each: what has one new value has most parts priced."""
+        parts, given = self._parts, (self.model, self.stack, self.kernels, share)
+        key = share.of_products
+        products = parts.get(key)
+        if products is None:
+            products = parts[key] = layers.multiplied(*given)
+        key = share.of_elements
+        elementwise = parts.get(key)
+        if elementwise is None:
+            elementwise = parts[key] = layers.elementwise(*given)
+        key = share.of_attention(self.counts_sequences)
+        attended = parts.get(key)
+        if attended is None:
+            attended = parts[key] = layers.attention(*given)
+        return layers.layer(self.stack, self.kernels, share, products, elementwise, attended)
 
     def attention(self, share: LayerShare) -> tuple[float, float]:
         """Of a layer's time, attention's: forward and backward."""
@@ -90,6 +115,13 @@ class CostModel:
 
     def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
         """The head with ``rows`` of the vocabulary, and the loss."""
+        key = tokens, rows, held
+        known = self._heads.get(key)
+        if known is None:
+            known = self._heads[key] = self._head(tokens, rows, held)
+        return known
+
+    def _head(self, tokens: int, rows: int, held: Passes) -> Seconds:
         if isinstance(self.kernels, MeasuredKernels):
             found = measured_layer.head(self.model, self.kernels, tokens, rows, held)
         else:

@@ -128,6 +128,20 @@ class LayerShare(NamedTuple):
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
+    @property
+    def of_products(self) -> tuple[object, ...]:
+        """All that its products depend on."""
+        return "products", self.tokens, self.tp, self.ep, self.experts
+
+    @property
+    def of_elements(self) -> tuple[object, ...]:
+        """All that its elementwise work depends on."""
+        return "elements", self.tokens, self.between, self.tp, self.experts, self.compiled, self.dropout
+
+    def of_attention(self, counts_sequences: bool) -> tuple[object, ...]:
+        """All that its attention depends on."""
+        return "attention", self.tokens, self.tp, self.turns, counts_sequences and self.sequences
+
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[LayerProduct]:
     """Of a layer's forward pass. ``joined``: queries, keys and values from one product."""
@@ -196,25 +210,65 @@ def _mlp(model: Model, rows: int, width: int, groups: int) -> list[LayerProduct]
     ]
 
 
-def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Seconds:
-    """One layer, one micro-batch."""
+class Multiplied(NamedTuple):
+    """Seconds of a layer's products, and their parameters: of all but experts, and of these."""
+
+    forward: float
+    input: float
+    weight: float
+    dense: int
+    experts: int
+
+
+class Elementwise(NamedTuple):
+    """Seconds of a layer's elementwise work; of that, what its norms take forward."""
+
+    forward: float
+    backward: float
+    norms: float
+
+
+def multiplied(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Multiplied:
     found = products(model, share, stack.joined)
     forward, inputs, weights = (sum(way) for way in zip(*map(kernels.ways, found), strict=True))
-    held = moved_beside(found, share.held)
-    attend, attend_back = attention(model, stack, kernels, share)
+    routed = sum(one.parameters for one in found if one.routed)
+    return Multiplied(forward, inputs, weights, sum(one.parameters for one in found) - routed, routed)
+
+
+def elementwise(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Elementwise:
     moved = _compiled(model, kernels, share) if share.compiled else _moved(model, stack, share)
     scale = kernels.width * (COMPILED_FUSION if share.compiled else stack.fusion)
-    pointwise = kernels.moved(moved.forward * scale)
-    again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
-    again["norms"] = kernels.moved(share.between * model.hidden * 2 * _norm(model, stack).forward * scale)
-    if share.compiled:  # it makes elementwise results anew where it reads them
-        again = dict.fromkeys(again, attend)
-    whole = forward + attend + pointwise + kernels.moved(held.forward)
+    norms = share.between * model.hidden * 2 * _norm(model, stack).forward
+    return Elementwise(*(kernels.moved(size * scale) for size in (*moved, norms)))
+
+
+def layer(
+    stack: Stack,
+    kernels: Kernels,
+    share: LayerShare,
+    multiplied: Multiplied,
+    elementwise: Elementwise,
+    attended: tuple[float, float],
+) -> Seconds:
+    """One layer, one micro-batch, of its parts."""
+    forward, inputs, weights, dense, routed = multiplied
+    attend, attend_back = attended
+    pointwise = elementwise.forward
+    own, experts = share.held
+    again = attend
+    if not share.compiled:  # which makes elementwise results anew where it reads them
+        again = {
+            "products": pointwise + attend,
+            "half": pointwise + forward / 2,
+            "scores": attend,
+            "norms": elementwise.norms,
+        }[stack.selective]
+    whole = forward + attend + pointwise + kernels.moved(dense * own.forward + routed * experts.forward)
     return Seconds(
         whole,
-        inputs + attend_back + kernels.moved(moved.backward * scale),
-        weights + kernels.moved(held.backward),
-        again[stack.selective],
+        inputs + attend_back + elementwise.backward,
+        weights + kernels.moved(dense * own.backward + routed * experts.backward),
+        again,
         whole,
     )
 

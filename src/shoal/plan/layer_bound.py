@@ -1,0 +1,240 @@
+"""What a micro-batch takes on one rank at least, layer by layer: priced once, and shared by all bounds on step time.
+
+What moves of weights beside products is added to that: it differs with every number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout, Recompute, Schedule, accumulation
+from shoal.plan.space import (
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    placed,
+)
+from shoal.plan.within_bound import WithinBound
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    rank_parameters,
+)
+from shoal.predict.time import layer
+from shoal.predict.time.layer import Handling, Passes, Seconds
+from shoal.predict.time.measured_kernels import MeasuredKernels
+from shoal.predict.time.step import (
+    CostModel,
+    RankKind,
+    rests,
+    stage_kinds,
+)
+from shoal.predict.workload import Workload
+
+
+class Costs(NamedTuple):
+    """Seconds of one micro-batch, on a rank's share of it."""
+
+    dense: float  # a layer, there and back, with what it repeats and what it exchanges within
+    sparse: float  # and a layer with experts
+    first: Seconds  # the embedding
+    last: Seconds  # the head and the loss
+    dense_computed: float  # the same layers without exchange
+    sparse_computed: float
+    forward: float  # the slower kind of layer, without exchange
+    backward: float
+
+    def ends(self, kind: RankKind) -> float:
+        """Of the embedding and the head, what a rank has; weight gradients are counted with their inputs'."""
+        first, last = self.first, self.last
+        return (first.forward + first.input if kind.first else 0.0) + (
+            last.forward + last.input if kind.last else 0.0
+        )
+
+
+@dataclass
+class LayerBound:
+    """Of one model on one cluster."""
+
+    on: CostModel
+    tune: TuneSection
+    lora: Lora | None
+    devices: int
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
+        # By what each depends on, and not by the model, whose hash takes a while.
+        self.kinds = cache(self._stage_kinds)
+        self.body = cache(self._all_layers)
+        self._compiles = cache(self._compiled_blocks)
+        self._least_held = cache(self._least_handled)
+        self.moving = cache(self._moved_beside)
+        self.measured = isinstance(self.on.kernels, MeasuredKernels)
+        # Frozen weights have no gradients; where some are, that of the others is left out.
+        self.frozen = self.lora is not None or self.recipe.freezes
+        self.cut_by = None if self.stack.even_stages else self.recipe.seq
+        self.within = WithinBound(self.on, self._workload(Layout()), self.body)
+        self._costs: dict[tuple[object, ...], Costs] = {}
+
+    def least_held(self, split: ModelSplit, share: WorkShare) -> Handling:
+        """Whatever becomes of states: in a pipeline no gradients add up in shards."""
+        if split.pp == 1:
+            return layer.FREE
+        return self._least_held(accumulation(self.recipe.batch, split.data, share.micro))
+
+    def _least_handled(self, times: int) -> Handling:
+        least = Passes(*map(min, self.on.handling("whole", times), self.on.handling("kept", times)))
+        return Handling(least, least)
+
+    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Handling:
+        """At least, also where experts are on fewer ranks than here."""
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        # One device that works through all of a batch at once widens no gradient.
+        alone = split.data * split.tp * split.cp * split.pp == 1
+        found = []
+        for ep in (1, share.ep):
+            sharded = states.zero == 3 and placed(split, states, ep).sharded.size > 1
+            found.append(self.on.handling(rests(sharded, split.pp), times, narrow=alone and times == 1))
+        dense, routed = found
+        if self.model.experts is None:
+            return Handling(dense, dense)
+        whole = self.on.handling("whole", times, narrow=alone and times == 1)
+        return Handling(dense, Passes(*map(min, routed, whole)))
+
+    def costs(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        recompute: Recompute,
+        held: Handling,
+        compiled: bool | None = None,
+    ) -> Costs:
+        """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
+        compiled = self.compiled(split, None) if compiled is None else compiled
+        # What moves beside products is added: it differs with every number of micro-batches. Where kernels were
+        # measured, it is measured as well.
+        within = held if self.measured else layer.FREE
+        key = (split.tp, split.cp, *share, recompute, within, compiled)
+        known = self._costs.get(key)
+        if known is None:
+            known = self._costs[key] = self._priced(split, share, recompute, within, compiled)
+        return known if within == held else self._holding(known, split, share, recompute, held)
+
+    def _holding(
+        self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling
+    ) -> Costs:
+        """With what moves of weights and their gradients."""
+        dense, sparse, last = self.moving(split.tp, share.ep, held)
+        times = 2 if recompute == "full" else 1
+        more = times * dense.forward + dense.backward, times * sparse.forward + sparse.backward
+        end = costs.last
+        return Costs(
+            costs.dense + more[0],
+            costs.sparse + more[1],
+            costs.first,
+            Seconds(end.forward + last.forward, end.input + last.backward, end.weight, end.again, end.full),
+            costs.dense_computed + more[0],
+            costs.sparse_computed + more[1],
+            costs.forward + max(dense.forward, sparse.forward),
+            costs.backward + max(more[0] - dense.forward, more[1] - sparse.forward),
+        )
+
+    def _moved_beside(self, tp: int, ep: int, held: Handling) -> list[Passes]:
+        """Seconds beside products: of a layer without experts, of one with them, and of the head."""
+        moved, (own, routed) = self.on.kernels.moved, held
+        sizes = [*self._matrices_of(tp, ep), (-(-self.model.vocab // tp) * self.model.hidden, 0)]
+        return [
+            Passes(
+                moved(mine * own.forward + others * routed.forward),
+                0.0 if self.frozen else moved(mine * own.backward + others * routed.backward),
+            )
+            for mine, others in sizes
+        ]
+
+    def _matrices_of(self, tp: int, ep: int) -> list[tuple[int, int]]:
+        """Parameters of a layer without and of one with experts: all but experts' own, and these."""
+        body, found = self.body(tp, True), []
+        for sparse, count in ((False, body.dense), (True, body.sparse)):
+            share = layer.LayerShare(1, 1.0, 1, 1, tp, ep, sparse)
+            shapes = layer.products(self.model, share, self.stack.joined) if count else []
+            routed = sum(one.parameters for one in shapes if one.routed)
+            found.append((sum(one.parameters for one in shapes) - routed, routed))
+        return found
+
+    def compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
+        return self._compiles(split.pp, order.schedule if order else "1f1b")
+
+    def _compiled_blocks(self, pp: int, schedule: Schedule) -> bool:
+        return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
+
+    def _priced(
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling, compiled: bool
+    ) -> Costs:
+        """One micro-batch of one rank."""
+        tokens, model = share.micro * self.recipe.seq // split.cp, self.model
+        body = self.body(split.tp, share.sp)
+        decided = split, share, recompute, compiled
+        within = self.within.of_tensor(*decided, tokens)
+        seconds, computed, forwards, backwards = [0.0, 0.0], [0.0, 0.0], [0.0], [0.0]
+        for part in self._parts(split, share, held, compiled):
+            place, count = (1, body.sparse) if part.experts else (0, body.dense)
+            one = self.on.layer(part)
+            again = one.full if recompute == "full" else one.again if recompute == "selective" else 0.0
+            backward = one.input + (0.0 if self.frozen else one.weight) + again
+            computed[place] = one.forward + backward
+            seconds[place] = computed[place] + within + self.within.of_context(*decided, part)
+            if place:
+                seconds[place] += self.within.of_experts(*decided, part) / count
+            forwards.append(one.forward)
+            backwards.append(backward)
+        rows = -(-model.vocab // split.tp)
+        embedding = self.on.embedding(tokens, rows, held.dense)
+        head = self.on.head(tokens, rows, held.dense)
+        first, last = (
+            end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
+        )
+        dense, sparse = computed
+        return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
+
+    def _parts(
+        self, split: ModelSplit, share: WorkShare, held: Handling, compiled: bool
+    ) -> Iterator[layer.LayerShare]:
+        """A rank's share of a layer, of each kind that there is."""
+        body = self.body(split.tp, share.sp)
+        tokens = share.micro * self.recipe.seq // split.cp
+        between = tokens / split.tp if share.sp else float(tokens)
+        turns = split.cp if share.cp_kind == "ring" else 1
+        unpacks = self.lora is not None and self.lora.base == "nf4"
+        for routed, count in ((False, body.dense), (True, body.sparse)):
+            if count:
+                yield layer.LayerShare(
+                    tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, routed, held, compiled,
+                    self.recipe.dropout > 0, turns, unpacks,
+                )  # fmt: skip
+
+    def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
+        return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
+
+    def _all_layers(self, tp: int, sp: bool) -> RankParameters:
+        """Without the ends."""
+        whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
+        # Beside adapters the first block's backward pass stops early.
+        return replace(whole, first=self.lora is not None, last=False)
+
+    def _workload(self, layout: Layout) -> Workload:
+        return Workload(
+            self.model,
+            self.on.cluster,
+            self.recipe,
+            layout,
+            self.stack,
+            self.tune,
+            self.lora,
+            self.compile,
+        )
