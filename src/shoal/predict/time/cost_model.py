@@ -88,16 +88,16 @@ class CostModel:
         """FLOP/s that no product exceeds."""
         return self.kernels.fastest * self.faster
 
-    def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
-        """The head with ``rows`` of the vocabulary, and the loss."""
+    def head(self, tokens: int, rows: int, held: Passes, compiled: bool) -> Seconds:
+        """The head with ``rows`` of the vocabulary, and the loss. ``compiled``: whether blocks are."""
         if isinstance(self.kernels, MeasuredKernels):
-            found = measured_layer.head(self.model, self.kernels, tokens, rows, held)
+            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled)
         else:
             found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
         if not self.recipe.loss_facts.of_log_probabilities:
             return found
         # The backward pass computes the logits again, and all gradients of the head.
-        product = self.kernels.product(tokens, self.model.hidden, rows)
+        product = self.kernels.slowed(compiled) * self.kernels.product(tokens, self.model.hidden, rows)
         return Seconds(product, found.forward + found.input, found.weight, 0.0, 0.0)
 
     def embedding(self, tokens: int, rows: int, held: Passes, tied_here: bool = False) -> Seconds:

@@ -224,7 +224,7 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
         found = on.embedding(tokens, rows, handled.dense, tied_here=model.tied and here.last)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if here.last:
-        found = on.head(tokens, rows, handled.dense)
+        found = on.head(tokens, rows, handled.dense, workload.compiled)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if workload.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.
