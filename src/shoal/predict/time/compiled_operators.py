@@ -11,10 +11,23 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.predict.time.operators import BlockOperators, OperatorWork, Tokens, Widths, biased, product_count
+from shoal.predict.time.operators import (
+    BlockOperators,
+    EndOperators,
+    OperatorWork,
+    Tokens,
+    Widths,
+    biased,
+    product_count,
+)
 
 # As a calibration calls one elementwise kernel: joined ones read and write memory as well as it does.
 PART = "add"
+# Of dropout no mask is kept: every kernel that reads what was dropped hashes each feature anew, once forward and three
+# times backward. That is integer arithmetic; on an H200 a hash takes as long as moving so many bytes does (as a GPT-2 XL
+# with dropout showed, compiled).
+HASH_BYTES = 43
+HASHES = 1, 3
 
 
 def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
@@ -59,6 +72,12 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
         return BlockOperators(forward, backward, [])
     backward = [activation_back, *second_norm_back, *turned_back, *first_norm_back, *sums]
     return BlockOperators(forward, backward, [last])
+
+
+def compiled_dropout(elements: float) -> EndOperators:
+    """What masks over so many features add to kernels that are there without them."""
+    ahead, back = ([OperatorWork("hashes", times * HASH_BYTES * elements, 1)] for times in HASHES)
+    return EndOperators(ahead, back)
 
 
 @lru_cache(maxsize=256)

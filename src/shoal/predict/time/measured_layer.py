@@ -11,7 +11,7 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators, ring
-from shoal.predict.time.compiled_operators import compiled_block
+from shoal.predict.time.compiled_operators import compiled_block, compiled_dropout
 from shoal.predict.time.kernels import LayerProduct
 from shoal.predict.time.layer import (
     FREE,
@@ -67,11 +67,11 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     block = compiled_block if share.compiled else operators.block
     moved = block(model, tokens_of(model, share), _at_use(kernels, share.held.dense))
     cast, cast_back = (kernels.works(operators.matrices(count, size, 1.0)) if size else 0.0 for size in held)
-    dropped = NOTHING
-    if (
-        share.dropout and not share.compiled
-    ):  # a compiled block makes masks in the kernel that adds to the stream
-        dropped = operators.dropout(2 * share.between * model.hidden, kernels.widths)
+    dropped, features = NOTHING, 2 * share.between * model.hidden
+    if share.dropout:
+        dropped = (
+            compiled_dropout(features) if share.compiled else operators.dropout(features, kernels.widths)
+        )
     whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
     # What is repeated ends before the last product, whose result no gradient needs, but that of a norm behind it.
     again = whole - kernels.works(moved.last)
