@@ -3,8 +3,8 @@
 All kernels of one run take turns, and a number is the median of its turns; a turn issues several in a row behind other
 work, so that the device never waits for the host. Each is first held to one oracle: a dense mask, computed in fp32 from
 the same inputs (in fp64 where those are fp32). ``engine`` is what Shoal itself does with heads that lie one after
-another; ``block`` what a compiled block does between projections, rotation included, which lie token by token. The last
-is what a step pays, and what documents are judged by.
+another; ``block`` what a compiled block does between projections, rotation included, which lie token by token: what a
+step pays, and what documents are judged by. ``block, head by head`` rotates in the layout that SDPA's pages show.
 On a GPU: ``benchmarks/attention.py``. Anywhere, to see that it runs: ``benchmarks/attention.py --tiny``, which keeps
 no result.
 """
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from shoal.facts.model.presets import PRESETS
-from shoal.models.attention import attend
+from shoal.models.attention import attend, rotated
 from shoal.models.documents import Documents
 from shoal.models.rotary import Rotation, rotate, tables
 
@@ -106,9 +106,14 @@ def rotation_of(shape: Shape) -> Rotation:
     return tables(MODEL, shape.seq, positions, shape.dtype)
 
 
-def turned(rotation: Rotation, attended: Run, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+Turn = Callable[[Tensor, Rotation], Tensor]
+
+
+def turned(
+    turn: Turn, rotation: Rotation, attended: Run, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     """The same behind the rotation."""
-    return attended(rotate(query, rotation), rotate(key, rotation), value)
+    return attended(turn(query, rotation), turn(key, rotation), value)
 
 
 def in_block(run: Run, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -147,12 +152,14 @@ def kernels(shape: Shape, case: Case) -> dict[str, Run]:
     """Everything that can compute this case here."""
     ids = (torch.arange(shape.seq) // shape.document).expand(shape.rows, -1)
     documents = Documents.of(ids).to(torch.device(shape.device)) if case.documents else None
-    block = torch.compile(
-        partial(in_block, partial(turned, rotation_of(shape), partial(engine, documents, case.window))),
-        dynamic=False,
-        backend="inductor" if shape.device == "cuda" else "aot_eager",
-    )
-    found: dict[str, Run] = {"engine": partial(engine, documents, case.window), "block": block}
+    found: dict[str, Run] = {"engine": partial(engine, documents, case.window)}
+    ways: dict[str, Turn] = {"block": rotated}
+    if case.window is None:
+        ways["block, head by head"] = rotate
+    for name, turn in ways.items():
+        attended = partial(turned, turn, rotation_of(shape), found["engine"])
+        backend = "inductor" if shape.device == "cuda" else "aot_eager"
+        found[name] = torch.compile(partial(in_block, attended), dynamic=False, backend=backend)
     plain = documents is None and case.window is None
     if plain and shape.device == "cuda":
         found["cudnn"] = partial(causal, SDPBackend.CUDNN_ATTENTION)
@@ -222,7 +229,7 @@ def measure(shape: Shape, case: Case, turns: int) -> dict[str, dict[str, float |
     runs: dict[str, tuple[Run, list[Tensor], Tensor]] = {}
     for name, run in kernels(shape, case).items():
         given, upstream, awaited = inputs, gradient, expected
-        if name == "block":
+        if name.startswith("block"):
             given, upstream, awaited = between_projections(shape, case, inputs, gradient)
         try:
             off = error(run, awaited, given, upstream)
@@ -256,7 +263,7 @@ def between_projections(
 
     given = [by_token(one).requires_grad_() for one in inputs]
     upstream = by_token(gradient)
-    attended = partial(turned, rotation_of(shape), partial(oracle, mask=visible(shape, case)))
+    attended = partial(turned, rotate, rotation_of(shape), partial(oracle, mask=visible(shape, case)))
     found = both_ways(partial(in_block, attended), given, upstream)
     return given, upstream, [one.detach() for one in found]
 

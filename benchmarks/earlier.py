@@ -1,7 +1,8 @@
 """Is training on this machine as fast as it was? Runs of an earlier commit and of this tree, in turns.
 
-Both train the same small model on the same data. Step times of all turns are taken together, without the first steps of
-each: a run that other work on the machine has slowed down counts as little as its share.
+Both train the same small model on the same data, with as many threads as OMP_NUM_THREADS says, if it is set. Step times
+of all turns are taken together, without the first steps of each: a run that other work on the machine has slowed down
+counts as little as its share.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
                 layout=layout,
                 steps=options.steps,
                 turns=options.turns,
+                threads=os.environ.get("OMP_NUM_THREADS", "as each tree has it"),  # of a rank
                 median_s=medians,
                 ratio=round(medians["now"] / medians["earlier"], 4),
             )

@@ -79,7 +79,9 @@ class TracedLoader(Loader):
                 yield step, batches
 
 
-def measure(rank: int, world: int, store: dist.Store, job: Job, dataset: Path, folder: Path) -> dict[str, Any]:
+def measure(
+    rank: int, world: int, store: dist.Store, job: Job, dataset: Path, folder: Path
+) -> dict[str, Any]:
     mesh = init_rank(job, rank, rank, store)
     run = RunDirectory(folder)
     run.path.mkdir(mode=0o700)

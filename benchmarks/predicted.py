@@ -321,7 +321,11 @@ def say(cases: Sequence[Case]) -> None:
 def said_of(case: Case) -> dict[str, Any]:
     """As the last line about the case has it."""
     lines = SAID.read_text(encoding="utf-8").splitlines() if SAID.exists() else []
-    found = [one["said"] for one in map(json.loads, lines) if json.dumps(one["case"], sort_keys=True) == key_of(case)]
+    found = [
+        one["said"]
+        for one in map(json.loads, lines)
+        if json.dumps(one["case"], sort_keys=True) == key_of(case)
+    ]
     return {"said": found[-1]} if found else {}
 
 

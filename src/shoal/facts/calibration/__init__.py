@@ -25,7 +25,6 @@ class AttentionRates(Hardware):
     forward: Share
     backward: Share
 
-
     def scaled(self, ahead: float, back: float) -> AttentionRates:
         return AttentionRates(forward=min(1.0, self.forward * ahead), backward=min(1.0, self.backward * back))
 

@@ -45,11 +45,13 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
     activation_back = kernel((1 + 2 * ways_in + 1) * inner)
     turned, turned_back = [], []
     if model.positions == "rotary" or model.qk_norm:
-        # What was turned lies head by head, and so do attention's result and the gradients that it asks for and gives;
-        # products read and write token by token.
-        laid_out = kernel(2 * mine.inside * mine.query)
-        turned = [kernel(2 * heads), laid_out]
-        turned_back = [kernel((3 if model.qk_norm else 2) * heads), laid_out, laid_out]
+        turned = [kernel(2 * heads)]
+        turned_back = [kernel((3 if model.qk_norm else 2) * heads)]
+        if model.latent is not None:
+            # There what was turned lies head by head, and so do attention's result and the gradients that it asks for
+            # and gives; products read and write token by token.
+            laid_out = kernel(2 * mine.inside * mine.query)
+            turned, turned_back = [*turned, laid_out], [*turned_back, laid_out, laid_out]
     # Of a norm, backward: its input, and what it gives made anew for the weights' gradients; the gradients that reach
     # it, one from each product that reads it; the stream's gradient, read and written. And once more three of them,
     # column by column, for the gradient of its own weight.
