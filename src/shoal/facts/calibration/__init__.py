@@ -51,7 +51,7 @@ class DeviceRates(Hardware):
     source: str
 
     def flash_beside(self, fused: AttentionRates) -> AttentionRates:
-        """What windows and documents go through, beside measured rates of the vendor's kernel: as far behind it as here."""
+        """Of windows and documents, where the vendor's kernel was measured: as far behind that as here."""
         return fused.scaled(
             self.flash.forward / self.fused.forward, self.flash.backward / self.fused.backward
         )

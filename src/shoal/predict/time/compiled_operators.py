@@ -24,8 +24,8 @@ from shoal.predict.time.operators import (
 # As a calibration calls one elementwise kernel: joined ones read and write memory as well as it does.
 PART = "add"
 # Of dropout no mask is kept: every kernel that reads what was dropped hashes each feature anew, once forward and three
-# times backward. That is integer arithmetic; on an H200 a hash takes as long as moving so many bytes does (as a GPT-2 XL
-# with dropout showed, compiled).
+# times backward. That is integer arithmetic; on an H200 a hash takes as long as moving so many bytes does (a compiled
+# GPT-2 XL with dropout showed it).
 HASH_BYTES = 43
 HASHES = 1, 3
 
