@@ -271,7 +271,9 @@ def between_projections(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a small shape, on any machine; keeps no result")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--cases", help='some of them, as in "causal,documents"')
+    options = parser.parse_args()
+    tiny = options.tiny
     if not tiny and not torch.cuda.is_available():
         parser.error("no GPU here: add --tiny to see that it runs")
     on_gpu = torch.cuda.is_available()
@@ -283,13 +285,16 @@ def main() -> int:
         Case("window", False, shape.window),
         Case("documents and window", True, shape.window // 4),
     )
-    found = {case.name: measure(shape, case, 3 if tiny else TURNS) for case in cases}
+    wanted = options.cases.split(",") if options.cases else [case.name for case in cases]
+    found = {case.name: measure(shape, case, 3 if tiny else TURNS) for case in cases if case.name in wanted}
     wrong = [
         f"{case}: {name}" for case, rows in found.items() for name, row in rows.items() if "failed" in row
     ]
-    share = float(found["documents"]["block"].get("ms", float("nan"))) / float(
-        found["causal"]["block"].get("ms", float("nan"))
+    documents, whole = (
+        float(found.get(name, {}).get("block", {}).get("ms", float("nan")))
+        for name in ("documents", "causal")
     )
+    share = documents / whole
     if tiny:
         for case, rows in found.items():
             for name, row in rows.items():

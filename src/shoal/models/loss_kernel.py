@@ -1,6 +1,6 @@
 """A chunk's loss and its logits' gradients in one kernel, for GPUs, where all of the vocabulary is on one rank.
 
-Two passes of a compiler's would read the logits from memory three times and write them once. Here a program takes a row:
+A compiler's two passes read the logits from memory two or three times and write them once. Here a program takes a row:
 it finds the row's normaliser, and turns the row into its gradients from the end to the beginning, so that what it read
 last is still in the cache.
 """
