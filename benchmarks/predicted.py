@@ -240,11 +240,13 @@ def begin(rank: int, store: dist.Store, case: Case) -> tuple[Mesh, Step, Callabl
     under_way: IssuedStep | None = None
 
     def seconds() -> float:
-        """Of a step, as training takes it: the next one is issued before its numbers are read."""
+        """Of a step, as training takes it: issued before the last one's numbers are read, but for a loss scale."""
         nonlocal under_way
         began = time.perf_counter()
         targets, _ = step.agree(mine)
         before, under_way = under_way, step.issue(next(numbers), batches, targets)
+        if step.scale.enabled:
+            before, under_way = under_way, None
         if before is not None:
             before.read()
         return time.perf_counter() - began

@@ -30,10 +30,10 @@ RESULTS = HERE / "results" / "predicted.jsonl"
 CALIBRATIONS = HERE / "data" / "calibration"
 DEVICE = "H200"
 Kind = Literal["alone", "shared", "families"]
-# Until then the engine widened every gradient, and added the chunks' gradients of the head's weight up afterwards.
-# Rows that were measured before are held against the engine as it was.
+# Until then the engine widened every gradient, and added the chunks' gradients of the head's weight up afterwards; and
+# steps were measured one by one. Such rows are held against the engine as it was.
 LEANER_SINCE = "2026-11-17T23:00:00Z"
-AS_IT_WAS = replace(SHOAL, narrow_gradients=False, adds_products=False)
+AS_IT_WAS = replace(SHOAL, narrow_gradients=False, adds_products=False, issues_ahead=False)
 
 
 class Pair(NamedTuple):

@@ -91,7 +91,8 @@ class CostModel:
     def head(self, tokens: int, rows: int, held: Passes, compiled: bool) -> Seconds:
         """The head with ``rows`` of the vocabulary, and the loss. ``compiled``: whether blocks are."""
         if isinstance(self.kernels, MeasuredKernels):
-            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled)
+            gpu = self.cluster.device.name != "cpu"
+            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled, gpu)
         else:
             found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
         if not self.recipe.loss_facts.of_log_probabilities:

@@ -6,7 +6,7 @@ The operators that only move bytes are those of ``predict/time/operators.py``.
 from __future__ import annotations
 
 from shoal.facts.cluster.stack import SHOAL
-from shoal.facts.logits import tokens_at_once
+from shoal.facts.logits import at_once, tokens_at_once
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
@@ -106,14 +106,22 @@ def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tupl
 
 
 def head(
-    model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes, compiled: bool
+    model: Model,
+    kernels: MeasuredKernels,
+    tokens: int,
+    rows: int,
+    held: Passes,
+    compiled: bool,
+    gpu: bool,
 ) -> Seconds:
     """Every chunk of tokens has three products of its own, all in the forward pass."""
-    hidden, at_once = model.hidden, min(tokens, tokens_at_once(rows))
-    moved = operators.head(model, tokens, rows, _at_use(kernels, held))
-    each = sum(kernels.ways(LayerProduct(at_once, hidden, rows, 1), compiled))
+    hidden, taken = model.hidden, min(tokens, tokens_at_once(rows))
+    one_kernel = rows == model.vocab and at_once(gpu, model.logit_cap is not None)
+    loss = operators.LOSS_AT_ONCE if one_kernel else operators.LOSS
+    moved = operators.head(model, tokens, rows, _at_use(kernels, held), loss)
+    each = sum(kernels.ways(LayerProduct(taken, hidden, rows, 1), compiled))
     added = operators.matrices(1, rows * hidden, held.backward - held.forward)
-    forward = tokens / at_once * each + kernels.works(moved.forward)
+    forward = tokens / taken * each + kernels.works(moved.forward)
     return Seconds(forward, kernels.works(moved.backward), kernels.works(added), 0.0, 0.0)
 
 
@@ -139,9 +147,9 @@ def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
     share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, FREE)
     compiled = workload.compiled
     each = sum(sum(kernels.ways(one, compiled)) for one in products(model, share))
-    at_once = min(tokens, tokens_at_once(model.vocab))
-    whole = LayerProduct(at_once, model.hidden, model.vocab, 1)
-    head = (tokens / at_once) * sum(kernels.ways(whole, compiled))
+    taken = min(tokens, tokens_at_once(model.vocab))
+    whole = LayerProduct(taken, model.hidden, model.vocab, 1)
+    head = (tokens / taken) * sum(kernels.ways(whole, compiled))
     attended = sum(attention(model, kernels, share))
     return {
         "matrix products": workload.accumulation * (model.layers * each + head),
