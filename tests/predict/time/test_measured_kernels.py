@@ -266,12 +266,14 @@ def test_one_kernel_makes_loss_and_gradients_of_a_vocabulary_that_is_whole() -> 
     assert isinstance(on.kernels, MeasuredKernels)
     rows, held = asked.model.vocab, on.handling("whole", 1)
 
-    def forward(rows: int, gpu: bool, cap: float | None = None) -> float:
-        model = asked.model.model_copy(update={"logit_cap": cap})
+    def forward(rows: int, once: bool) -> float:
         assert isinstance(on.kernels, MeasuredKernels)
-        return head(model, on.kernels, 4096, rows, held, compiled=False, gpu=gpu).forward
+        return head(on.model, on.kernels, 4096, rows, held, compiled=False, once=once).forward
 
     once_more = 2 * 4096 * rows / BANDWIDTH
-    assert forward(rows, gpu=False) - forward(rows, gpu=True) == pytest.approx(once_more, rel=0.05)
-    assert forward(rows, gpu=True, cap=30.0) == forward(rows, gpu=False, cap=30.0)
-    assert forward(rows // 2, gpu=True) == forward(rows // 2, gpu=False)
+    assert forward(rows, once=False) - forward(rows, once=True) == pytest.approx(once_more, rel=0.05)
+    assert forward(rows // 2, once=True) == forward(rows // 2, once=False)
+    assert on.head(4096, rows, held, compiled=False).forward == forward(rows, once=True)
+    capped = asked.model.model_copy(update={"logit_cap": 30.0})
+    bent = CostModel(capped, asked.cluster, asked.recipe, SHOAL, on.rates)
+    assert bent.head(4096, rows, held, compiled=False).forward == forward(rows, once=False)

@@ -9,6 +9,7 @@ from shoal.facts import calibration
 from shoal.facts.calibration import Calibration
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.logits import at_once
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
@@ -91,8 +92,10 @@ class CostModel:
     def head(self, tokens: int, rows: int, held: Passes, compiled: bool) -> Seconds:
         """The head with ``rows`` of the vocabulary, and the loss. ``compiled``: whether blocks are."""
         if isinstance(self.kernels, MeasuredKernels):
-            gpu = self.cluster.device.name != "cpu"
-            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled, gpu)
+            once = self.stack.one_loss_kernel and at_once(
+                self.cluster.device.name != "cpu", self.model.logit_cap is not None
+            )
+            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled, once)
         else:
             found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
         if not self.recipe.loss_facts.of_log_probabilities:

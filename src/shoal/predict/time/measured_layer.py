@@ -6,7 +6,7 @@ The operators that only move bytes are those of ``predict/time/operators.py``.
 from __future__ import annotations
 
 from shoal.facts.cluster.stack import SHOAL
-from shoal.facts.logits import at_once, tokens_at_once
+from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
@@ -112,12 +112,14 @@ def head(
     rows: int,
     held: Passes,
     compiled: bool,
-    gpu: bool,
+    once: bool,
 ) -> Seconds:
-    """Every chunk of tokens has three products of its own, all in the forward pass."""
+    """Every chunk of tokens has three products of its own, all in the forward pass.
+
+    ``once``: one kernel goes over logits of a whole vocabulary.
+    """
     hidden, taken = model.hidden, min(tokens, tokens_at_once(rows))
-    one_kernel = rows == model.vocab and at_once(gpu, model.logit_cap is not None)
-    loss = operators.LOSS_AT_ONCE if one_kernel else operators.LOSS
+    loss = operators.LOSS_AT_ONCE if once and rows == model.vocab else operators.LOSS
     moved = operators.head(model, tokens, rows, _at_use(kernels, held), loss)
     each = sum(kernels.ways(LayerProduct(taken, hidden, rows, 1), compiled))
     added = operators.matrices(1, rows * hidden, held.backward - held.forward)
