@@ -177,9 +177,9 @@ def section() -> Iterator[str]:
     yield "### Other cases of the same families"
     yield ""
     yield from prose(
-        "What was wrong with the predictions above is mended: products of compiled blocks are priced at the power limit,",
-        "windows at flash's rate, fp32 by its own, compiled dropout by its hashes, steps as they are issued, one behind",
-        "the other. So these were chosen, and predicted",
+        "What was wrong with the predictions above is mended: products of compiled blocks are priced at the power",
+        "limit, windows at flash's rate, fp32 by its own, compiled dropout by its hashes; and, since the first row",
+        "showed it, steps as they are issued, one behind the other. These were chosen, and predicted",
         f"(trees {_trees(fresh)}), afterwards, and before any of them was measured.",
     )
     yield from _families(fresh)
