@@ -23,7 +23,7 @@ from shoal.models.loss_kernel import kernel
 
 torch.manual_seed(0)
 whole = kernel()
-for dtype, close in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
     for z in (0.0, 1e-3):
         for columns in (37, 1000, 1024):
             logits, targets = (3 * torch.randn(7, columns)).to(dtype), torch.randint(columns, (7,))
