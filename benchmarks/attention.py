@@ -1,7 +1,10 @@
 """Attention of one layer, forward and backward: causal, within documents and within a window, each kernel side by side.
 
-All kernels of one run take turns, and a number is the median of its turns. Each is first held to one oracle: a dense
-mask, computed in fp32 from the same inputs (in fp64 where those are fp32). ``engine`` is what Shoal itself does.
+All kernels of one run take turns, and a number is the median of its turns; a turn issues several in a row behind other
+work, so that the device never waits for the host. Each is first held to one oracle: a dense mask, computed in fp32 from
+the same inputs (in fp64 where those are fp32). ``engine`` is what Shoal itself does with heads that lie one after
+another; ``block`` what a compiled block does between projections, rotation included, which lie token by token: what a
+step pays, and what documents are judged by. ``block, head by head`` rotates in the layout that SDPA's pages show.
 On a GPU: ``benchmarks/attention.py``. Anywhere, to see that it runs: ``benchmarks/attention.py --tiny``, which keeps
 no result.
 """
@@ -23,11 +26,16 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from shoal.models.attention import attend
+from shoal.facts.model.presets import PRESETS
+from shoal.models.attention import attend, rotated
 from shoal.models.documents import Documents
+from shoal.models.rotary import Rotation, rotate, tables
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
-WARM_UP, TURNS = 5, 20
+MODEL = PRESETS["llama3.2-1b"]
+HEADS, KV_HEADS, HEAD_DIM = MODEL.heads, MODEL.kv_heads, MODEL.head_dim
+WARM_UP, TURNS = 3, 10
+# Of a turn; and products of so many rows and columns before them, for as long as the host takes to issue some.
+IN_A_ROW, FILLERS, FILLING = 8, 3, 8192
 # Packed documents of 700 tokens, of the time that plain causal attention takes.
 TARGET = 0.65
 # Of the largest number of a result or a gradient.
@@ -93,6 +101,27 @@ def engine(documents: Documents | None, window: int | None, *heads: Tensor) -> T
     return attend(*heads, positions, documents, scale=head_dim**-0.5, window=window)
 
 
+def rotation_of(shape: Shape) -> Rotation:
+    positions = torch.arange(shape.seq, device=shape.device).expand(shape.rows, -1)
+    return tables(MODEL, shape.seq, positions, shape.dtype)
+
+
+Turn = Callable[[Tensor, Rotation], Tensor]
+
+
+def turned(
+    turn: Turn, rotation: Rotation, attended: Run, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """The same behind the rotation."""
+    return attended(turn(query, rotation), turn(key, rotation), value)
+
+
+def in_block(run: Run, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As ``Attention`` has it: from projections, [B, T, features], to what the next one reads."""
+    heads = (one.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for one in (query, key, value))
+    return run(*heads).transpose(1, 2).flatten(2)
+
+
 def block_mask(shape: Shape, case: Case) -> BlockMask:
     """Flex attention's own description of what is visible."""
     ids = torch.arange(shape.seq, device=shape.device) // (shape.document if case.documents else shape.seq)
@@ -122,8 +151,15 @@ def varlen(documents: Documents, window: int | None, *heads: Tensor) -> Tensor:
 def kernels(shape: Shape, case: Case) -> dict[str, Run]:
     """Everything that can compute this case here."""
     ids = (torch.arange(shape.seq) // shape.document).expand(shape.rows, -1)
-    documents = Documents.of(ids).to(shape.device) if case.documents else None
+    documents = Documents.of(ids).to(torch.device(shape.device)) if case.documents else None
     found: dict[str, Run] = {"engine": partial(engine, documents, case.window)}
+    ways: dict[str, Turn] = {"block": rotated}
+    if case.window is None:
+        ways["block, head by head"] = rotate
+    for name, turn in ways.items():
+        attended = partial(turned, turn, rotation_of(shape), found["engine"])
+        backend = "inductor" if shape.device == "cuda" else "aot_eager"
+        found[name] = torch.compile(partial(in_block, attended), dynamic=False, backend=backend)
     plain = documents is None and case.window is None
     if plain and shape.device == "cuda":
         found["cudnn"] = partial(causal, SDPBackend.CUDNN_ATTENTION)
@@ -132,7 +168,7 @@ def kernels(shape: Shape, case: Case) -> dict[str, Run]:
         found["dense mask"] = partial(dense, mask=visible(shape, case))
     if shape.device == "cuda":
         flex = torch.compile(flex_attention, dynamic=False)
-        one_a_row = Documents.of(torch.zeros(shape.rows, shape.seq)).to(shape.device)
+        one_a_row = Documents.of(torch.zeros(shape.rows, shape.seq)).to(torch.device(shape.device))
         found["varlen"] = partial(varlen, documents or one_a_row, case.window)
         found["flex"] = partial(flex, block_mask=block_mask(shape, case), enable_gqa=True)
     return found
@@ -171,12 +207,16 @@ def milliseconds(run: Run, inputs: list[Tensor], gradient: Tensor) -> float:
         both_ways(run, inputs, gradient)
         return (time.perf_counter() - began) * 1e3
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    filler = torch.zeros(FILLING, FILLING, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
+    for _ in range(FILLERS):
+        torch.mm(filler, filler)
     start.record()
-    both_ways(run, inputs, gradient)
+    for _ in range(IN_A_ROW):
+        both_ways(run, inputs, gradient)
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    return start.elapsed_time(stop) / IN_A_ROW
 
 
 def measure(shape: Shape, case: Case, turns: int) -> dict[str, dict[str, float | str]]:
@@ -186,34 +226,54 @@ def measure(shape: Shape, case: Case, turns: int) -> dict[str, dict[str, float |
     mask = visible(shape, case)
     expected = [one.detach() for one in both_ways(partial(oracle, mask=mask), inputs, gradient)]
     rows: dict[str, dict[str, float | str]] = {}
-    runs: dict[str, Run] = {}
+    runs: dict[str, tuple[Run, list[Tensor], Tensor]] = {}
     for name, run in kernels(shape, case).items():
+        given, upstream, awaited = inputs, gradient, expected
+        if name.startswith("block"):
+            given, upstream, awaited = between_projections(shape, case, inputs, gradient)
         try:
-            off = error(run, expected, inputs, gradient)
+            off = error(run, awaited, given, upstream)
         except RuntimeError as problem:  # a kernel that this device or version does not have
             rows[name] = {"failed": str(problem).splitlines()[0]}
             continue
         rows[name] = {"error": off}
         if off <= TOLERANCE[shape.dtype]:
-            runs[name] = run
+            runs[name] = run, given, upstream
         else:
             rows[name]["failed"] = f"differs from the oracle by more than {TOLERANCE[shape.dtype]}"
-    for run in runs.values():
+    for one in runs.values():
         for _ in range(WARM_UP):
-            milliseconds(run, inputs, gradient)
+            milliseconds(*one)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, inputs, gradient))
+        for name, one in runs.items():
+            times[name].append(milliseconds(*one))
     for name, taken in times.items():
         rows[name]["ms"] = statistics.median(taken)
     return rows
 
 
+def between_projections(
+    shape: Shape, case: Case, inputs: list[Tensor], gradient: Tensor
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """A block's inputs, gradient, and what it is to give: the same numbers, token by token, behind the rotation."""
+
+    def by_token(heads: Tensor) -> Tensor:
+        return heads.detach().transpose(1, 2).flatten(2).contiguous()
+
+    given = [by_token(one).requires_grad_() for one in inputs]
+    upstream = by_token(gradient)
+    attended = partial(turned, rotate, rotation_of(shape), partial(oracle, mask=visible(shape, case)))
+    found = both_ways(partial(in_block, attended), given, upstream)
+    return given, upstream, [one.detach() for one in found]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a small shape, on any machine; keeps no result")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--cases", help='some of them, as in "causal,documents"')
+    options = parser.parse_args()
+    tiny = options.tiny
     if not tiny and not torch.cuda.is_available():
         parser.error("no GPU here: add --tiny to see that it runs")
     on_gpu = torch.cuda.is_available()
@@ -225,13 +285,16 @@ def main() -> int:
         Case("window", False, shape.window),
         Case("documents and window", True, shape.window // 4),
     )
-    found = {case.name: measure(shape, case, 3 if tiny else TURNS) for case in cases}
+    wanted = options.cases.split(",") if options.cases else [case.name for case in cases]
+    found = {case.name: measure(shape, case, 3 if tiny else TURNS) for case in cases if case.name in wanted}
     wrong = [
         f"{case}: {name}" for case, rows in found.items() for name, row in rows.items() if "failed" in row
     ]
-    share = float(found["documents"]["engine"].get("ms", float("nan"))) / float(
-        found["causal"]["engine"].get("ms", float("nan"))
+    documents, whole = (
+        float(found.get(name, {}).get("block", {}).get("ms", float("nan")))
+        for name in ("documents", "causal")
     )
+    share = documents / whole
     if tiny:
         for case, rows in found.items():
             for name, row in rows.items():
@@ -245,7 +308,7 @@ def main() -> int:
             target=TARGET,
         )
     print(f"documents take {share:.2f} of causal attention (target on an H200: {TARGET})")
-    engines = [one for one in wrong if one.endswith("engine")]
+    engines = [one for one in wrong if one.endswith(("engine", "block"))]
     print("\n".join(f"{one}: left out, see its row" for one in wrong))
     return 1 if engines or (not tiny and not share <= TARGET) else 0
 

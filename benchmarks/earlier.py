@@ -1,7 +1,9 @@
 """Is training on this machine as fast as it was? Runs of an earlier commit and of this tree, in turns.
 
-Both train the same small model on the same data. Step times of all turns are taken together, without the first steps of
-each: a run that other work on the machine has slowed down counts as little as its share.
+Both train the same small model on the same data, with as many threads as OMP_NUM_THREADS says, if it is set. Step times
+of all turns are taken together, without the first steps of each: a run that other work on the machine has slowed down
+counts as little as its share. With ``--processor`` it is a step's processor seconds, with one thread a rank
+(``earlier_step.py``), which other work hardly changes: for machines that are not idle.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="dp=1;dp=2;fsdp=2;tp=2;pp=2")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--processor", action="store_true", help="processor seconds instead of seconds")
     options = parser.parse_args()
     with TemporaryDirectory() as directory:
         place = Path(directory)
@@ -44,17 +47,29 @@ def main() -> None:
             for turn in range(options.turns):
                 # In the opposite order each time: what slows down towards the end strikes both.
                 for name in list(trees)[:: 1 if turn % 2 else -1]:
-                    seconds[name] += steps(trees[name], layout, options.steps, place)
+                    if options.processor:
+                        seconds[name].append(processor_seconds(trees[name], layout))
+                    else:
+                        seconds[name] += steps(trees[name], layout, options.steps, place)
             medians = {name: statistics.median(one) for name, one in seconds.items()}
             record(
                 "earlier",
                 against=options.commit,
                 layout=layout,
+                what="processor seconds" if options.processor else "seconds",
                 steps=options.steps,
                 turns=options.turns,
+                threads=os.environ.get("OMP_NUM_THREADS", "as each tree has it"),  # of a rank
                 median_s=medians,
                 ratio=round(medians["now"] / medians["earlier"], 4),
             )
+
+
+def processor_seconds(tree: Path, layout: str) -> float:
+    """Of a step of that tree's program."""
+    command = [sys.executable, str(Path(__file__).with_name("earlier_step.py")), layout]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
 
 
 def steps(tree: Path, layout: str, count: int, place: Path) -> list[float]:

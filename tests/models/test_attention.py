@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models import attention_blocks
-from shoal.models.attention import attend
+from shoal.models.attention import attend, rotated
 from shoal.models.documents import Documents
 
 HEAD_DIM = 8
@@ -224,3 +224,18 @@ def test_one_document_a_row_is_sdpas_causal_attention() -> None:
     expected = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3)
     assert torch.equal(engine(*inputs, None, 16), expected)
     assert torch.equal(engine(*inputs, torch.zeros(2, 16), None), expected)
+
+
+def test_compiled_queries_lie_token_by_token() -> None:
+    """As projections write and read them, so that attention's result, laid out alike, is not copied."""
+    rows, heads, length = 2, 3, 5
+    query = torch.randn(rows, length, heads, HEAD_DIM).transpose(1, 2).requires_grad_()
+    angles = torch.randn(rows, 1, length, HEAD_DIM // 2)
+    rotation = angles.cos(), angles.sin()
+    compiled = torch.compile(rotated, backend="aot_eager", fullgraph=True, dynamic=False)
+    found, expected = compiled(query, rotation), rotated(query, rotation)
+    assert found.transpose(1, 2).is_contiguous() and expected.is_contiguous()
+    assert torch.equal(found, expected)
+    upstream = torch.randn_like(expected)
+    given, wanted = (torch.autograd.grad(one, query, upstream)[0] for one in (found, expected))
+    assert torch.equal(given, wanted)

@@ -7,6 +7,11 @@ from __future__ import annotations
 LOGITS_AT_ONCE = 2**30
 
 
+def at_once(gpu: bool, capped: bool) -> bool:
+    """Whether one kernel makes statistics and gradients of logits, of a vocabulary that is whole on a rank."""
+    return gpu and not capped
+
+
 def tokens_at_once(vocabulary_rows: int) -> int:
     """Tokens in a chunk, where each has this many logits on a rank."""
     return max(1, LOGITS_AT_ONCE // vocabulary_rows)

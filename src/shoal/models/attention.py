@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,7 +13,7 @@ from shoal.facts.model import Model
 from shoal.models.documents import Documents
 from shoal.models.linear import Linear
 from shoal.models.norm import RMSNorm
-from shoal.models.rotary import rotate
+from shoal.models.rotary import Rotation, rotate
 from shoal.models.varlen import attend_within
 
 
@@ -63,6 +64,19 @@ def attend(
     )
 
 
+def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """[B, heads, T, head_dim], turned: in a compiled block laid out token by token, as projections read and write.
+
+    Kernels of attention answer, and give gradients, in the layout of their queries; so nothing is copied on the way to
+    the next projection and back, which took 3 of a 1.2B model's 507 ms. Operator by operator it stays as it was: there
+    what is kept for the backward pass would change.
+    """
+    if not torch.compiler.is_compiling():
+        return rotate(heads, rotation)
+    cosine, sine = (table.transpose(1, 2) for table in rotation)
+    return rotate(heads.transpose(1, 2), (cosine, sine)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values; ``attend`` may be replaced from outside."""
 
@@ -86,7 +100,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         positions: Tensor,
         documents: Documents | None,
         noise: Tensor | None = None,
@@ -95,7 +109,7 @@ class Attention(nn.Module):
         key = self.heads(self.k_proj(x, positions, noise), self.k_norm)
         value = self.heads(self.v_proj(x, positions, noise), None)
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query, key = rotated(query, rotation), rotated(key, rotation)
         mixed = self.attend(
             *(query, key, value, positions, documents), scale=self.scale, window=self.window, cap=self.cap
         )

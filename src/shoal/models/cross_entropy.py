@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.targets import IGNORE
-from shoal.models.logits import logits_to_gradients_, token_statistics
+from shoal.models.logits import gradients_in_one_kernel_, logits_to_gradients_, token_statistics
 from shoal.models.wide_product import add_product_, wide_product
 
 
@@ -140,14 +140,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
         def chunk(part: Tensor, wanted: Tensor, back: Tensor) -> Tensor:
             logits = part @ matrix.T
-            normaliser, target = _normalisers(logits, wanted, vocabulary, cap)
-            loss = _sum(normaliser, target, wanted, z)
-            scale = torch.full_like(normaliser, factor)
-            logits_to_gradients_(logits, wanted, vocabulary.first, normaliser, scale, z, cap)
+            normaliser, target = _to_gradients_(logits, wanted, vocabulary, factor, z, cap)
             torch.mm(logits, matrix, out=back)
             if ctx.trained:
                 of_weight.add(logits, part)
-            return loss
+            return _sum(normaliser, target, wanted, z)
 
         losses = [chunk(*tensors) for tensors in _in_chunks(vocabulary, rows, targets, of_rows)]
         ctx.alone, ctx.pending = pending is None, pending or PendingWeightGradient()
@@ -239,6 +236,20 @@ def _normalisers(
     found[1] *= (found[0] - largest).exp()
     vocabulary.total(found[1:])
     return found[1].log() + largest, found[2]
+
+
+def _to_gradients_(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, factor: float, z: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """As ``_normalisers``, and the logits become their gradients."""
+    if isinstance(vocabulary, WholeVocabulary):
+        found = gradients_in_one_kernel_(logits, targets, factor, z, cap)
+        if found is not None:
+            return found
+    normaliser, target = _normalisers(logits, targets, vocabulary, cap)
+    scale = torch.full_like(normaliser, factor)
+    logits_to_gradients_(logits, targets, vocabulary.first, normaliser, scale, z, cap)
+    return normaliser, target
 
 
 def _sum(normaliser: Tensor, target: Tensor, targets: Tensor, z: float) -> Tensor:

@@ -1,6 +1,7 @@
 """What the loss makes of a chunk of logits: statistics of every token, and the logits' gradients in their place.
 
-Two operators of our own, so that all that looks on (a dry run, a memory tracker, the compiler) sees what is left of
+On a GPU that has all of the vocabulary one kernel makes both (``models/loss_kernel.py``). Elsewhere these are two
+operators of our own, so that all that looks on (a dry run, a memory tracker, the compiler) sees what is left of
 them and not how they get there. On a GPU each is one compiled pass over the logits, which reads and writes them in
 their own precision. On a CPU rows are taken a few at a time, so that what is made on the way stays in the cache.
 """
@@ -9,15 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from shoal.facts.logits import at_once
 from shoal.facts.problem import first_line
 from shoal.facts.targets import IGNORE
+from shoal.models import loss_kernel
 
 # Logits that are taken at a time, where no kernel takes them all: few enough for a CPU's cache.
 IN_CACHE = 2**17
+
+
+Result = TypeVar("Result")
+
+
+def gradients_in_one_kernel_(
+    logits: Tensor, targets: Tensor, factor: float, z: float, cap: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """Both at once, where all of the vocabulary is here: every token's ln Σ exp and its target's logit.
+
+    None where there is no such kernel: then nothing has changed. ``factor``, ``z``, ``cap``: as below.
+    """
+    whole = loss_kernel.kernel() if at_once(logits.is_cuda, cap is not None) else None
+    if whole is None or logits.dtype == torch.float64 or whole in _NOT_COMPILED:
+        return None
+    found = _tried(whole, whole, logits, targets, factor, z)
+    return None if found is None else found[0]
 
 
 @torch.library.custom_op("shoal::token_statistics", mutates_args=())
@@ -118,23 +139,27 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compile(function)
 
 
-# Functions that this machine cannot compile, for want of a compiler or because its GPU is too old for one.
-_NOT_COMPILED: set[Callable[..., None]] = set()
+# What this machine cannot compile, for want of a compiler or because its GPU is too old for one.
+_NOT_COMPILED: set[Callable[..., object]] = set()
 
 
 def _ran_compiled(function: Callable[..., None], *arguments: object) -> bool:
     """Whether it did; where it cannot, nothing has changed, and it will not be tried again."""
-    if function in _NOT_COMPILED:
-        return False
+    return function not in _NOT_COMPILED and _tried(function, _compiled(function), *arguments) is not None
+
+
+def _tried(
+    function: Callable[..., object], compiled: Callable[..., Result], *arguments: object
+) -> tuple[Result] | None:
+    """``compiled``: what becomes of the function when it is first called."""
     try:
-        _compiled(function)(*arguments)
+        return (compiled(*arguments),)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         _NOT_COMPILED.add(function)
         print(f"the loss runs without kernels of its own, which is slower: {first_line(error)}", flush=True)
-        return False
-    return True
+        return None
 
 
 def _in_cache(

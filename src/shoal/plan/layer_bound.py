@@ -195,7 +195,7 @@ class LayerBound:
             backwards.append(backward)
         rows = -(-model.vocab // split.tp)
         embedding = self.on.embedding(tokens, rows, held.dense)
-        head = self.on.head(tokens, rows, held.dense)
+        head = self.on.head(tokens, rows, held.dense, compiled)
         first, last = (
             end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
         )

@@ -16,11 +16,13 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, matrix_parameters
+from shoal.predict.time.compiled_operators import HASH_BYTES, HASHES
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.host import queued
+from shoal.predict.time.kernels import LayerProduct
 from shoal.predict.time.layer import LayerShare
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.measured_layer import by_kind
+from shoal.predict.time.measured_layer import by_kind, head
 from shoal.predict.time.operators import OperatorWork, Widths, operators
 from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
@@ -196,3 +198,82 @@ def test_a_window_is_priced_by_the_pairs_it_lets_through(calibrated: bool) -> No
     # In half of the layers: the average of the two.
     some = attention(window=1024, window_layers=tuple(range(8))) - nothing
     assert some == pytest.approx((whole + half) / 2)
+
+
+def test_products_of_compiled_blocks_run_at_the_power_limit() -> None:
+    """As much slower as a large product was alone than among others; not where blocks are eager, nor in fp32."""
+    limits = {"sustained": RATE / 1.2, "mixed": RATE}
+    shape = LayerProduct(4096, 2048, 8192, 2)
+    here = kernels(**limits)
+    eager, compiled = here.ways(shape), here.ways(shape, compiled=True)
+    assert compiled == pytest.approx([1.2 * one for one in eager])
+    rates = stored(**limits).calibration(Path("a file"))
+    wide = MeasuredKernels(rates, measurements(**limits), "fp32", Widths(4, 4))
+    assert wide.ways(shape, compiled=True) == wide.ways(shape)
+    # Blocks and head, and nothing else.
+    by_limit = [predicted(workload(compile=True), **changes) for changes in ({}, limits)]
+    products = 6 * matrix_parameters(PRESETS["llama3.2-1b"]) * 4096 / RATE
+    assert by_limit[1].compute - by_limit[0].compute == pytest.approx(0.2 * products, rel=0.02)
+    assert by_limit[1].optimizer == by_limit[0].optimizer
+    eagerly = [predicted(workload(), **changes) for changes in ({}, limits)]
+    assert eagerly[0].compute == eagerly[1].compute
+
+
+def test_products_in_fp32_are_priced_by_the_rate_that_others_reached() -> None:
+    """Whatever their shape: tiles are those of tensor cores, which compute none of them."""
+    seen = measurements().products["bf16"]
+    given = {"products": {"fp32": seen}, "peaks": {"bf16": 989e12, "fp32": 67e12}}
+    rates = stored(**given).calibration(Path("a file"))
+    wide = MeasuredKernels(rates, measurements(**given), "fp32", Widths(4, 4))
+    odd = 16384, 768, 769
+    assert wide.product(*odd) == pytest.approx(2 * 16384 * 768 * 769 / RATE, rel=1e-6)
+
+
+def test_a_file_with_one_kernel_for_all_attention_still_prices_windows() -> None:
+    """Files from before windows had a kernel of their own have the vendor's rate for it."""
+    hopper = calibration.HOPPER
+    one_rate = hopper.model_copy(update={"flash": hopper.fused})
+    found = stored().model_copy(update={"device": one_rate}).calibration(Path("a file")).device
+    assert found.fused == hopper.fused and found.flash == pytest.approx(hopper.flash)
+
+
+def test_compiled_dropout_costs_its_hashes() -> None:
+    model, tokens = PRESETS["llama3.2-1b"], 4096
+    times = [predicted(workload(compile=True, dropout=one)).compute for one in (0.0, 0.1)]
+    features = 2 * tokens * model.hidden * model.layers
+    assert times[1] - times[0] == pytest.approx(sum(HASHES) * HASH_BYTES * features / BANDWIDTH, rel=0.2)
+
+
+def test_a_step_begins_with_the_lead_that_the_host_has_left() -> None:
+    """Issued while the device computes the one before, it waits for nothing; with a loss scale it waits as ever."""
+    slow = HOST.model_copy(update={"once": 20e-3})
+    for precision, waits in (("bf16", 0.0), ("fp16", slow.once)):
+        times = predicted(workload("micro=2", 2, precision=precision), host=slow)
+        assert times.other == pytest.approx(waits, abs=1e-3)
+    # Where the host is the slower of the two for a whole step, each step takes as long as the host.
+    crawling = HOST.model_copy(update={"forward": 1e-3, "backward": 1e-3})
+    asked = workload(batch=4)
+    found = predicted(asked, host=crawling)
+    forward, backward = operators(asked.model, Widths(2, 4))
+    assert found.seconds >= 4 * asked.model.layers * (forward + backward) * 1e-3
+
+
+def test_one_kernel_makes_loss_and_gradients_of_a_vocabulary_that_is_whole() -> None:
+    """On a GPU; capped logits and tensor ranks need two, on a CPU operators are as they were."""
+    asked = workload()
+    calibration.install("H200", stored().calibration(Path("a file")))
+    on = CostModel(asked.model, asked.cluster, asked.recipe, SHOAL, calibration.find(asked.cluster))
+    assert isinstance(on.kernels, MeasuredKernels)
+    rows, held = asked.model.vocab, on.handling("whole", 1)
+
+    def forward(rows: int, once: bool) -> float:
+        assert isinstance(on.kernels, MeasuredKernels)
+        return head(on.model, on.kernels, 4096, rows, held, compiled=False, once=once).forward
+
+    once_more = 2 * 4096 * rows / BANDWIDTH
+    assert forward(rows, once=False) - forward(rows, once=True) == pytest.approx(once_more, rel=0.05)
+    assert forward(rows // 2, once=True) == forward(rows // 2, once=False)
+    assert on.head(4096, rows, held, compiled=False).forward == forward(rows, once=True)
+    capped = asked.model.model_copy(update={"logit_cap": 30.0})
+    bent = CostModel(capped, asked.cluster, asked.recipe, SHOAL, on.rates)
+    assert bent.head(4096, rows, held, compiled=False).forward == forward(rows, once=False)

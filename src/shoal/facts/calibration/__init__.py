@@ -25,6 +25,9 @@ class AttentionRates(Hardware):
     forward: Share
     backward: Share
 
+    def scaled(self, ahead: float, back: float) -> AttentionRates:
+        return AttentionRates(forward=min(1.0, self.forward * ahead), backward=min(1.0, self.backward * back))
+
 
 class DeviceRates(Hardware):
     """What kernels reach on one kind of device under sustained load."""
@@ -46,6 +49,12 @@ class DeviceRates(Hardware):
     # clock is fixed; where the power limit sets it, it differs from chip to chip.
     spread: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     source: str
+
+    def flash_beside(self, fused: AttentionRates) -> AttentionRates:
+        """Of windows and documents, where the vendor's kernel was measured: as far behind that as here."""
+        return fused.scaled(
+            self.flash.forward / self.fused.forward, self.flash.backward / self.fused.backward
+        )
 
     def attention(self, kernel: str) -> AttentionRates:
         return {"flash": self.flash, "first_flash": self.first_flash, "fused": self.fused}[kernel]
@@ -171,19 +180,14 @@ def _judged(base: DeviceRates, units: int, matmul: float, attention: float = 1.0
     """A device that was not measured here: its multiprocessors, what public benchmarks of large products reach of its
     peak (less where its power limit is low), and how well attention does beside that, of what ``base`` reaches."""
 
-    def scaled(kind: AttentionRates) -> AttentionRates:
-        times = attention * matmul / base.matmul
-        return AttentionRates(
-            forward=min(1.0, kind.forward * times), backward=min(1.0, kind.backward * times)
-        )
-
+    times = attention * matmul / base.matmul
     return base.model_copy(
         update={
             "multiprocessors": units,
             "matmul": matmul,
-            "flash": scaled(base.flash),
-            "first_flash": scaled(base.first_flash),
-            "fused": scaled(base.fused),
+            "flash": base.flash.scaled(times, times),
+            "first_flash": base.first_flash.scaled(times, times),
+            "fused": base.fused.scaled(times, times),
             "source": "by judgement, from public benchmarks of matrix products; never measured here",
         }
     )
@@ -296,9 +300,13 @@ def node_rates(cluster: Cluster, known: Calibration) -> NodeRates:
 
 
 def built_in(device: Device) -> Calibration:
-    known = DEVICES.get(device.name)
-    rates = known or JUDGED.get(device.name) or _relative(device)
-    return Calibration(device=rates, fast=FAST, network=NETWORK, host=HOST, known=known is not None)
+    rates = known_rates(device.name) or _relative(device)
+    return Calibration(device=rates, fast=FAST, network=NETWORK, host=HOST, known=device.name in DEVICES)
+
+
+def known_rates(device: str) -> DeviceRates | None:
+    """What comes with Shoal for a kind of device by that name."""
+    return DEVICES.get(device) or JUDGED.get(device)
 
 
 def _relative(device: Device) -> DeviceRates:

@@ -41,6 +41,10 @@ class Stack:
     loss_tokens: int | None = None  # in a chunk; None: as ``facts.logits`` decides
     adds_products: bool = False  # of chunks to the head's gradient as they are computed, not afterwards
     narrow_gradients: bool = False  # that nothing is added to stay as they were computed
+    issues_ahead: bool = False  # a step before the numbers of the one before are read
+    one_loss_kernel: bool = (
+        False  # for what a loss makes of logits, where there can be one (``facts/logits.py``)
+    )
     keeps_logits: bool = False  # whether the caller holds on to them through the backward pass
     # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; all but
     # attention's inner scores; or all but what norms make.
@@ -97,6 +101,8 @@ SHOAL = Stack(
     logit_bytes=8.0,
     adds_products=True,
     narrow_gradients=True,
+    issues_ahead=True,
+    one_loss_kernel=True,
     kernel="fused",
     sends_once=True,
     host=0.3e-3,

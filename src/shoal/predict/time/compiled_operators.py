@@ -11,10 +11,23 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.predict.time.operators import BlockOperators, OperatorWork, Tokens, Widths, biased, product_count
+from shoal.predict.time.operators import (
+    BlockOperators,
+    EndOperators,
+    OperatorWork,
+    Tokens,
+    Widths,
+    biased,
+    product_count,
+)
 
 # As a calibration calls one elementwise kernel: joined ones read and write memory as well as it does.
 PART = "add"
+# Of dropout no mask is kept: every kernel that reads what was dropped hashes each feature anew, once forward and three
+# times backward. That is integer arithmetic; on an H200 a hash takes as long as moving so many bytes does (a compiled
+# GPT-2 XL with dropout showed it).
+HASH_BYTES = 43
+HASHES = 1, 3
 
 
 def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
@@ -32,11 +45,13 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
     activation_back = kernel((1 + 2 * ways_in + 1) * inner)
     turned, turned_back = [], []
     if model.positions == "rotary" or model.qk_norm:
-        # What was turned lies head by head, and so do attention's result and the gradients that it asks for and gives;
-        # products read and write token by token.
-        laid_out = kernel(2 * mine.inside * mine.query)
-        turned = [kernel(2 * heads), laid_out]
-        turned_back = [kernel((3 if model.qk_norm else 2) * heads), laid_out, laid_out]
+        turned = [kernel(2 * heads)]
+        turned_back = [kernel((3 if model.qk_norm else 2) * heads)]
+        if model.latent is not None:
+            # There what was turned lies head by head, and so do attention's result and the gradients that it asks for
+            # and gives; products read and write token by token.
+            laid_out = kernel(2 * mine.inside * mine.query)
+            turned, turned_back = [*turned, laid_out], [*turned_back, laid_out, laid_out]
     # Of a norm, backward: its input, and what it gives made anew for the weights' gradients; the gradients that reach
     # it, one from each product that reads it; the stream's gradient, read and written. And once more three of them,
     # column by column, for the gradient of its own weight.
@@ -59,6 +74,12 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
         return BlockOperators(forward, backward, [])
     backward = [activation_back, *second_norm_back, *turned_back, *first_norm_back, *sums]
     return BlockOperators(forward, backward, [last])
+
+
+def compiled_dropout(elements: float) -> EndOperators:
+    """What masks over so many features add to kernels that are there without them."""
+    ahead, back = ([OperatorWork("hashes", times * HASH_BYTES * elements, 1)] for times in HASHES)
+    return EndOperators(ahead, back)
 
 
 @lru_cache(maxsize=256)

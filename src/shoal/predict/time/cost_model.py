@@ -10,6 +10,7 @@ from shoal.facts import calibration
 from shoal.facts.calibration import Calibration
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.logits import at_once
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
@@ -113,23 +114,26 @@ class CostModel:
         """FLOP/s that no product exceeds."""
         return self.kernels.fastest * self.faster
 
-    def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
-        """The head with ``rows`` of the vocabulary, and the loss."""
-        key = tokens, rows, held
+    def head(self, tokens: int, rows: int, held: Passes, compiled: bool) -> Seconds:
+        """The head with ``rows`` of the vocabulary, and the loss. ``compiled``: whether blocks are."""
+        key = tokens, rows, held, compiled
         known = self._heads.get(key)
         if known is None:
-            known = self._heads[key] = self._head(tokens, rows, held)
+            known = self._heads[key] = self._head(tokens, rows, held, compiled)
         return known
 
-    def _head(self, tokens: int, rows: int, held: Passes) -> Seconds:
+    def _head(self, tokens: int, rows: int, held: Passes, compiled: bool) -> Seconds:
         if isinstance(self.kernels, MeasuredKernels):
-            found = measured_layer.head(self.model, self.kernels, tokens, rows, held)
+            once = self.stack.one_loss_kernel and at_once(
+                self.cluster.device.name != "cpu", self.model.logit_cap is not None
+            )
+            found = measured_layer.head(self.model, self.kernels, tokens, rows, held, compiled, once)
         else:
             found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
         if not self.recipe.loss_facts.of_log_probabilities:
             return found
         # The backward pass computes the logits again, and all gradients of the head.
-        product = self.kernels.product(tokens, self.model.hidden, rows)
+        product = self.kernels.slowed(compiled) * self.kernels.product(tokens, self.model.hidden, rows)
         return Seconds(product, found.forward + found.input, found.weight, 0.0, 0.0)
 
     def embedding(self, tokens: int, rows: int, held: Passes, tied_here: bool = False) -> Seconds:

@@ -21,7 +21,7 @@ def in_float8(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds,
     products_forward = products_input = products_weight = 0.0
     forward = backward = 0.0  # bytes
     for one in products(model, share):
-        ahead, inputs, weights = kernels.ways(one)
+        ahead, inputs, weights = kernels.ways(one, share.compiled)
         products_forward += ahead
         products_input += inputs
         products_weight += weights

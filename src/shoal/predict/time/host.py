@@ -88,31 +88,57 @@ def of_ends(workload: Workload, on: CostModel, first: bool, last: bool) -> float
     )
 
 
-def once(workload: Workload, on: CostModel, optimizer: float) -> float:
-    """The device waits where a step begins, where its norm is read, and for an optimizer that starts slowly."""
+def ahead(workload: Workload, on: CostModel) -> bool:
+    """Whether a step is issued while the device computes the one before, and so begins with that one's lead.
+
+    Not where a loss scale has to be known first (``train/loop.py``), nor where ranks of a pipeline wait for each other.
+    """
+    return on.stack.issues_ahead and on.recipe.precision != "fp16" and workload.layout.pp == 1
+
+
+def once(workload: Workload, on: CostModel, optimizer: float, lead: float) -> float:
+    """The device waits where a step begins, where its norm is read, and for an optimizer that starts slowly.
+
+    ``lead``: seconds that the host has left of a step's passes, where it takes them along into the next.
+    """
     if (seen := _seen(on)) is None:
         return HOST_ONCE * on.stack.host
     tensors = operators.tensors(workload.model) / workload.layout.pp
+    if ahead(workload, on):
+        return max(0.0, seen.once + tensors * seen.tensor - optimizer - lead)
     return seen.once + max(0.0, tensors * seen.tensor - optimizer)
 
 
 def at_least_once(on: CostModel) -> float:
     """What ``once`` is in every layout."""
-    return HOST_ONCE * on.stack.host if (seen := _seen(on)) is None else seen.once
+    if (seen := _seen(on)) is None:
+        return HOST_ONCE * on.stack.host
+    return 0.0 if on.stack.issues_ahead else seen.once
 
 
 Pass = tuple[float, float]  # seconds of the device, and of the host that starts it
 
 
+class Wait(NamedTuple):
+    """Of a micro-batch."""
+
+    seconds: float  # how much longer it takes than the device alone would
+    lead: float  # of the host, at its end; of a step that is issued behind another without a pause
+
+
 def waiting(
-    on: CostModel, forward: Pass, ends: Pass, backward: Pass, again: Pass | None, micro_batches: int
-) -> float:
-    """How much longer a micro-batch takes than the device alone would, where so many follow one another."""
+    on: CostModel, forward: Pass, ends: Pass, backward: Pass, again: Pass | None, micro_batches: int | None
+) -> Wait:
+    """Where so many micro-batches follow one another; None: one step's follow the last one's."""
     if _seen(on) is None:
-        return sum(waits(*one) for one in (forward, backward, *([again] if again else []), ends))
+        return Wait(sum(waits(*one) for one in (forward, backward, *([again] if again else []), ends)), 0.0)
     # What is repeated is repeated layer by layer, in between the layers' backward passes.
     more, started = again or (0.0, 0.0)
-    return queued([forward, ends, (backward[0] + more, backward[1] + started)], micro_batches)
+    passes = [forward, ends, (backward[0] + more, backward[1] + started)]
+    if micro_batches is None:
+        lag = sum(host - device for device, host in passes)
+        return Wait(max(0.0, lag), max(0.0, -lag))
+    return Wait(queued(passes, micro_batches), 0.0)
 
 
 def queued(passes: list[Pass], times: int) -> float:

@@ -59,9 +59,14 @@ class Kernels:
             known = self._times[key] = self._product(rows, inner, columns, groups)
         return known
 
-    def ways(self, shape: LayerProduct) -> tuple[float, float, float]:
+    def slowed(self, compiled: bool) -> float:
+        """How many times as long products take in a step as ``product`` says, by whether its blocks are compiled."""
+        return 1.0
+
+    def ways(self, shape: LayerProduct, compiled: bool = False) -> tuple[float, float, float]:
         """Seconds forward, of the inputs' gradients and of the weights'."""
-        rows, inner, columns, times, groups, _ = shape
+        rows, inner, columns, groups = shape.rows, shape.inner, shape.columns, shape.groups
+        times = shape.times * self.slowed(compiled)
         if groups == 1:
             forward = self.product(rows, inner, columns)
             back = self.product(rows, columns, inner, "input")

@@ -197,7 +197,7 @@ def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[f
     if model.experts is not None and model.experts.shared:
         width = model.experts.shared_ffn // share.tp
         for one in _mlp(model, share.tokens, width, 1):
-            ahead, inputs, weights = kernels.ways(one)
+            ahead, inputs, weights = kernels.ways(one, share.compiled)
             forward, backward = forward + ahead, backward + inputs + weights
     return forward, backward
 

@@ -66,6 +66,11 @@ class MeasuredKernels(Kernels):
         for other in (*(name for name in measured.parts if name != like), like):
             self.parts.update(measured.parts.get(other, {}))
         self.host = measured.host
+        # With everything else in few kernels a step is as near to the power limit as products alone: there they are as
+        # much slower than among other kernels as a large one was. Of fp32 the limit was not reached.
+        self._at_limit = max(1.0, measured.mixed / measured.sustained) if like == "bf16" else 1.0
+        # Tiles of tensor cores say nothing of products that these do not compute, and which fill a device evenly.
+        self._tiles = like != "fp32" or "bf16" not in measured.peaks
         seen = [one.flops / one.seconds for one in measured.products.get(like, ())]
         self._fastest = max(seen, default=peak * rates.device.matmul) / shared
         self._shapes: dict[tuple[str, int, int, int, int], float] = {}
@@ -83,7 +88,12 @@ class MeasuredKernels(Kernels):
     def fastest(self) -> float:
         return self._fastest
 
+    def slowed(self, compiled: bool) -> float:
+        return self._at_limit if compiled else 1.0
+
     def _modelled(self, rows: int, inner: int, columns: int, groups: int = 1) -> float:
+        if not self._tiles:
+            return 2.0 * groups * rows * inner * columns / self.peak
         return super()._product(rows, inner, columns, groups)
 
     def product(self, rows: int, inner: int, columns: int, way: Way = "forward", groups: int = 1) -> float:

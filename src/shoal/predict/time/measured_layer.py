@@ -11,7 +11,8 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators, ring
-from shoal.predict.time.compiled_operators import compiled_block
+from shoal.predict.time.compiled_operators import compiled_block, compiled_dropout
+from shoal.predict.time.kernels import LayerProduct
 from shoal.predict.time.layer import (
     FREE,
     NONE,
@@ -58,7 +59,7 @@ def handling(
 def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     """One layer, one micro-batch."""
     found = products(model, share)
-    seconds = [*map(kernels.ways, found)]
+    seconds = [kernels.ways(one, share.compiled) for one in found]
     forward, inputs, weights = (sum(way) for way in zip(*seconds, strict=True))
     last, count = seconds[-1][0], sum(one.times for one in found)
     held = moved_beside(found, share.held)
@@ -66,11 +67,11 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     block = compiled_block if share.compiled else operators.block
     moved = block(model, tokens_of(model, share), _at_use(kernels, share.held.dense))
     cast, cast_back = (kernels.works(operators.matrices(count, size, 1.0)) if size else 0.0 for size in held)
-    dropped = NOTHING
-    if (
-        share.dropout and not share.compiled
-    ):  # a compiled block makes masks in the kernel that adds to the stream
-        dropped = operators.dropout(2 * share.between * model.hidden, kernels.widths)
+    dropped, features = NOTHING, 2 * share.between * model.hidden
+    if share.dropout:
+        dropped = (
+            compiled_dropout(features) if share.compiled else operators.dropout(features, kernels.widths)
+        )
     whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
     # What is repeated ends before the last product, whose result no gradient needs, but that of a norm behind it.
     again = whole - kernels.works(moved.last)
@@ -104,17 +105,25 @@ def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tupl
     return total[0] + more[0], total[1] + more[1]
 
 
-def head(model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes) -> Seconds:
-    """Every chunk of tokens has three products of its own, all in the forward pass."""
-    hidden, at_once = model.hidden, min(tokens, tokens_at_once(rows))
-    moved = operators.head(model, tokens, rows, _at_use(kernels, held))
-    each = (
-        kernels.product(at_once, hidden, rows)
-        + kernels.product(at_once, rows, hidden, "input")
-        + kernels.product(hidden, at_once, rows, "weight")
-    )
+def head(
+    model: Model,
+    kernels: MeasuredKernels,
+    tokens: int,
+    rows: int,
+    held: Passes,
+    compiled: bool,
+    once: bool,
+) -> Seconds:
+    """Every chunk of tokens has three products of its own, all in the forward pass.
+
+    ``once``: one kernel goes over logits of a whole vocabulary.
+    """
+    hidden, taken = model.hidden, min(tokens, tokens_at_once(rows))
+    loss = operators.LOSS_AT_ONCE if once and rows == model.vocab else operators.LOSS
+    moved = operators.head(model, tokens, rows, _at_use(kernels, held), loss)
+    each = sum(kernels.ways(LayerProduct(taken, hidden, rows, 1), compiled))
     added = operators.matrices(1, rows * hidden, held.backward - held.forward)
-    forward = tokens / at_once * each + kernels.works(moved.forward)
+    forward = tokens / taken * each + kernels.works(moved.forward)
     return Seconds(forward, kernels.works(moved.backward), kernels.works(added), 0.0, 0.0)
 
 
@@ -138,13 +147,11 @@ def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
     """Seconds that one device computes in a step, without what it repeats: matrix products, and attention."""
     model, tokens = workload.model, workload.tokens
     share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, FREE)
-    each = sum(sum(kernels.ways(one)) for one in products(model, share))
-    at_once = min(tokens, tokens_at_once(model.vocab))
-    head = (tokens / at_once) * (
-        kernels.product(at_once, model.hidden, model.vocab)
-        + kernels.product(at_once, model.vocab, model.hidden, "input")
-        + kernels.product(model.hidden, at_once, model.vocab, "weight")
-    )
+    compiled = workload.compiled
+    each = sum(sum(kernels.ways(one, compiled)) for one in products(model, share))
+    taken = min(tokens, tokens_at_once(model.vocab))
+    whole = LayerProduct(taken, model.hidden, model.vocab, 1)
+    head = (tokens / taken) * sum(kernels.ways(whole, compiled))
     attended = sum(attention(model, kernels, share))
     return {
         "matrix products": workload.accumulation * (model.layers * each + head),

@@ -126,6 +126,8 @@ PLAIN_FORWARD = (Operator("activation", narrow=2),)
 PLAIN_BACKWARD = (Operator("activation backward", narrow=3),)
 # models/logits.py: per logit.
 LOSS = (Operator("token statistics", narrow=1), Operator("logits to gradients", narrow=2))
+# Both in one kernel (``facts/logits.py``).
+LOSS_AT_ONCE = (Operator("logits to gradients", narrow=2),)
 
 # models/dropout.py: hashes of 8 bytes, mixed step by step in a cache that is about twice as fast as memory.
 MASK_OPERATORS = 15
@@ -255,7 +257,9 @@ class EndOperators(NamedTuple):
     backward: list[OperatorWork]
 
 
-def head(model: Model, tokens: int, rows: int, widths: Widths) -> EndOperators:
+def head(
+    model: Model, tokens: int, rows: int, widths: Widths, loss: tuple[Operator, ...] = LOSS
+) -> EndOperators:
     """The last norm, the loss over ``rows`` of the vocabulary, and what becomes of the head's weight.
 
     All gradients are made with the loss, chunk by chunk.
@@ -263,7 +267,7 @@ def head(model: Model, tokens: int, rows: int, widths: Widths) -> EndOperators:
     at_once = tokens_at_once(rows)
     sizes = [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
     norm, norm_back = _norm(model, tokens * model.hidden, widths)
-    forward = [norm, *(moved("loss", LOSS, size * rows, widths) for size in sizes)]
+    forward = [norm, *(moved("loss", loss, size * rows, widths) for size in sizes)]
     matrix = rows * model.hidden
     forward += cast(matrix, widths)
     if len(sizes) > 1:

@@ -83,6 +83,7 @@ class RankTime:
     exposed: float
     other: float
     once: float  # exposed communication once a step
+    lead: float  # of the host
     links: dict[str, float]
     beside: Beside
 
@@ -123,7 +124,7 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
         optimizer=moved.stays * optimizer,
         offload=moved.seconds,
         other=times * (slowest.other + behind * (slowest.compute + slowest.recompute))
-        + hosts.once(workload, on, optimizer),
+        + hosts.once(workload, on, optimizer, times * slowest.lead),
         links=links,
     )
 
@@ -177,7 +178,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         (ends.forward + ends.backward, hosts.of_ends(workload, on, here.first, here.last)),
         (backward + within["backward"], times * host.backward),
         (again + within["recompute"], times * host.again) if again else None,
-        workload.accumulation if layout.pp == 1 else 1,
+        None if hosts.ahead(workload, on) else workload.accumulation if layout.pp == 1 else 1,
     )
 
     exposed = sum(within.values())
@@ -202,8 +203,9 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         compute=forward + backward + ends.forward + ends.backward,
         recompute=again,
         exposed=exposed,
-        other=waiting,
+        other=waiting.seconds,
         once=single,
+        lead=waiting.lead,
         links=links,
         beside=Beside(forward + ends.forward, backward + ends.backward + again, blocks=forward),
     )
@@ -224,7 +226,7 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
         found = on.embedding(tokens, rows, handled.dense, tied_here=model.tied and here.last)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if here.last:
-        found = on.head(tokens, rows, handled.dense)
+        found = on.head(tokens, rows, handled.dense, workload.compiled)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if workload.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.

@@ -37,7 +37,7 @@ def fitted(device: Device, seen: Measurements, precision: Precision, multiproces
         "matmul": matmul,
         "ramp": ramp,
         "fused": shares,
-        "flash": _flash(base, shares),
+        "flash": base.flash_beside(shares),
         **_narrow(attention),
     }
     return start.model_copy(update=update)
@@ -67,15 +67,6 @@ def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) 
     forward = statistics.median(one.flops / one.forward for one in seen) / peak
     backward = statistics.median(2.5 * one.flops / one.backward for one in seen) / peak
     return AttentionRates(forward=min(1.0, forward), backward=min(1.0, backward))
-
-
-def _flash(base: DeviceRates, shares: AttentionRates) -> AttentionRates:
-    """What windows and documents go through was not measured: as far behind as it is known to be on such a device."""
-    ahead, back = (
-        base.flash.forward / base.fused.forward,
-        base.flash.backward / base.fused.backward,
-    )
-    return AttentionRates(forward=min(1.0, shares.forward * ahead), backward=min(1.0, shares.backward * back))
 
 
 def _narrow(attention: tuple[Attended, ...]) -> dict[str, float]:
