@@ -37,7 +37,10 @@ inline void narrow_to(double& place, double value) { place = value; }
 constexpr int64_t CHUNK = 1 << 14;
 
 // `narrow` may be `gradient`: an element is read before it is written.
-template <typename Wide, typename Gradient, typename Narrow>
+//
+// An update can also be made in two passes of the same arithmetic, and so to the same bits: one for the narrow copy,
+// which leaves the states as they were (`Narrows` alone), and one that catches up with them (`Keeps` alone).
+template <bool Keeps, bool Narrows, typename Wide, typename Gradient, typename Narrow>
 void update(Wide* weight, Wide* mean, Wide* square, const Gradient* gradient, Narrow* narrow, int64_t length,
             const double* settings, int threads) {
     const Wide scale = settings[0], step_size = settings[1], root_correction = settings[2], rise1 = settings[3],
@@ -55,24 +58,31 @@ void update(Wide* weight, Wide* mean, Wide* square, const Gradient* gradient, Na
             const Wide root = std::sqrt(second) / root_correction + eps;
             const Wide kept = weight[i] - weight[i] * decay;
             const Wide value = kept - step_size * (first / root);
-            mean[i] = first;
-            square[i] = second;
-            weight[i] = value;
-            narrow_to(narrow[i], value);
+            if constexpr (Keeps) {
+                mean[i] = first;
+                square[i] = second;
+                weight[i] = value;
+            }
+            if constexpr (Narrows) narrow_to(narrow[i], value);
         }
     }
 }
 
 }  // namespace
 
-#define UPDATE(name, Wide, Gradient, Narrow)                                                                       \
+#define PASS(name, keeps, narrows, Wide, Gradient, Narrow)                                                         \
     extern "C" void name(void* weight, void* mean, void* square, void* gradient, void* narrow, int64_t length,     \
                          const double* settings, int threads) {                                                    \
-        update(static_cast<Wide*>(weight), static_cast<Wide*>(mean), static_cast<Wide*>(square),                   \
-               static_cast<const Gradient*>(gradient), static_cast<Narrow*>(narrow), length, settings, threads);   \
+        update<keeps, narrows>(static_cast<Wide*>(weight), static_cast<Wide*>(mean), static_cast<Wide*>(square),   \
+                               static_cast<const Gradient*>(gradient), static_cast<Narrow*>(narrow), length,       \
+                               settings, threads);                                                                 \
     }
+#define UPDATE(types, Wide, Gradient, Narrow)                              \
+    PASS(adamw_whole_##types, true, true, Wide, Gradient, Narrow)          \
+    PASS(adamw_narrow_##types, false, true, Wide, Gradient, Narrow)        \
+    PASS(adamw_states_##types, true, false, Wide, Gradient, Narrow)
 
-UPDATE(adamw_bfloat16_bfloat16, float, bf16, bf16)
-UPDATE(adamw_float32_bfloat16, float, float, bf16)
-UPDATE(adamw_float32_float32, float, float, float)
-UPDATE(adamw_float64_float64, double, double, double)
+UPDATE(bfloat16_bfloat16, float, bf16, bf16)
+UPDATE(float32_bfloat16, float, float, bf16)
+UPDATE(float32_float32, float, float, float)
+UPDATE(float64_float64, double, double, double)
