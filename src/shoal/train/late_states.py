@@ -29,6 +29,7 @@ class LateStates:
         whatever was measured."""
         self._sizes: Mapping[Shard, int] = {piece: piece.stop - piece.start for piece in order}
         self.share = share
+        self.chosen_share = 0.0  # that was chosen last
         self._rate: float | None = None  # elements a second
         # Seconds from the last new weight to the next norm; the shortest, for waiting makes them longer. By the
         # number of micro-batches: the first one's gradients take the place of those of the step before.
@@ -49,6 +50,7 @@ class LateStates:
             if room < 0:
                 break
             chosen.append(piece)
+        self.chosen_share = sum(self._sizes[piece] for piece in chosen) / max(1, total)
         return frozenset(chosen)
 
     def norm_known(self, micro_batches: int) -> None:

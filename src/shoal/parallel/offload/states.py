@@ -70,7 +70,9 @@ class AwayState:
         self.left: torch.cuda.Event | None = None
         self.filed: FiledPiece | None = None  # where the gradient waits in a file
         self.squares: dict[int, float] = {}  # of one that adds up there, of each part
-        self.read: threading.Event | None = None  # the gradient, for the last time, by an update whose states are late
+        self.read: threading.Event | None = (
+            None  # the gradient, for the last time, by an update whose states are late
+        )
 
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where its gradient waits, made when the first one leaves."""
