@@ -1,7 +1,7 @@
-"""FSDP2's own ``CPUOffloadPolicy`` on Shoal's network, blocks and loss, compiled alike: a peer for benchmarks/offload.py.
+"""A peer for benchmarks/offload.py: FSDP2's own ``CPUOffloadPolicy`` on Shoal's network, blocks and loss, compiled alike.
 
-Weights rest in the host's pinned memory in fp32, are sent as they are used, gradients come back, and torch's fused AdamW
-updates on the host after clipping. Prints a row as JSON.
+Weights rest in the host's pinned memory in fp32, are sent as they are used, gradients come back, and torch's fused
+AdamW updates on the host after clipping. Prints a row as JSON.
 """
 
 from __future__ import annotations

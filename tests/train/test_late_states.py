@@ -148,9 +148,8 @@ def test_an_error_while_states_are_written_holds_nobody_up() -> None:
 
 
 def _ranks_late(rank: int, world: int, layout: str, share: float) -> list[float]:
-    with patch.object(LateStates, "share", share, create=True):
-        with patch.object(LateStates, "choose", _choose_by(share)):
-            return overlapped(rank, world, layout, {})
+    with patch.object(LateStates, "choose", _choose_by(share)):
+        return overlapped(rank, world, layout, {})
 
 
 def _choose_by(share: float) -> Any:
