@@ -1,4 +1,4 @@
-"""A peer for benchmarks/offload.py: FSDP2's own ``CPUOffloadPolicy`` on Shoal's network, blocks and loss, compiled alike.
+"""A peer for benchmarks/offload.py: FSDP2's own ``CPUOffloadPolicy`` on Shoal's network, blocks and loss, all compiled.
 
 Weights rest in the host's pinned memory in fp32, are sent as they are used, gradients come back, and torch's fused
 AdamW updates on the host after clipping. Prints a row as JSON.

@@ -43,7 +43,8 @@ class LateStates:
         if self.share is not None:
             room = self.share * total
         elif self._rate is not None and (window := self._windows.get(micro_batches)) is not None:
-            room = late_elements(window / micro_batches, self._rate, total)
+            # Of this the first one's backward pass, which takes two thirds of a micro-batch's time or more.
+            room = late_elements(window * 2 / (3 * micro_batches - 1), self._rate, total)
         chosen = []
         for piece, size in self._sizes.items():
             room -= size

@@ -71,9 +71,13 @@ def leaves_early(layout: Layout) -> bool:
 
 def states_may_be_late(recipe: Recipe, layout: Layout) -> bool:
     """Whether an update may give the device its new weights first, and write its states beside the next backward pass
-    (``train/late_states.py``). It does in one pass over memory: AdamW's, with states as wide as they are computed."""
-    part = waiting(layout.offload, "optimizer")
-    return part is not None and not part.nvme and recipe.optimizer == "adamw" and recipe.states == "fp32"
+    (``train/late_states.py``). It does in one pass over memory: AdamW's, with states as wide as they are computed.
+
+    Where parameters rest with the host as well, of those that do."""
+    states, params = (waiting(layout.offload, what) for what in ("optimizer", "params"))
+    if states is None or states.nvme or (params is not None and params.nvme):
+        return False
+    return recipe.optimizer == "adamw" and recipe.states == "fp32"
 
 
 def late_elements(window: float, rate: float, elements: float) -> float:
