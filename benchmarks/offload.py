@@ -146,9 +146,7 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
     for number in range(1, WARM_UP + options.steps + 2):
         if on_gpu and number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
-        moments.append(("issue", time.perf_counter()))
         before, issued = issued, step.issue(number, batches, targets)
-        moments.append(("issued", time.perf_counter()))
         if before is not None:
             result = before.read()
             first_loss = first_loss or result.loss
@@ -175,8 +173,9 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "clipped_steps": clipped,
         # Of the elements that the host updates.
         "late_share": None if late is None else late.chosen_share,
-        # Of the last steps: what the host did when, in milliseconds.
-        "moments": [(name, round(1e3 * (at - moments[-14][1]), 1)) for name, at in moments[-14:]],
+        # Of the last update: from the norm to the last new weight, and from there to the last state.
+        "weights_s": _between("norm_known", "weights_returned", moments),
+        "late_s": _between("weights_returned", "written", moments),
         "first_loss": first_loss,
     }
 
@@ -187,6 +186,15 @@ def _timed(method: Callable[..., Any], name: str, moments: list[tuple[str, float
         return method(*arguments)
 
     return called
+
+
+def _between(first: str, second: str, moments: list[tuple[str, float]]) -> float | None:
+    """Seconds from the last moment of one kind to the one of another that follows it."""
+    begun = next((number for number, (name, _) in reversed(list(enumerate(moments))) if name == first), None)
+    if begun is None:
+        return None
+    end = next((at for name, at in moments[begun:] if name == second), None)
+    return None if end is None else end - moments[begun][1]
 
 
 def _resident() -> int:

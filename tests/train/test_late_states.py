@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from tests.ranks import run_ranks
@@ -166,6 +167,40 @@ def _choose_by(share: float) -> Any:
 def test_ranks_agree_with_late_states(layout: str) -> None:
     plain, late = (run_ranks(2, _ranks_late, f"{layout},offload=optimizer", share) for share in (0.0, 1.0))
     assert plain == late
+
+
+@np.errstate(all="ignore")
+def plainly(states: list[Tensor], gradient: Tensor, settings: list[float]) -> list[Tensor]:
+    """In numpy, which rounds every operation once; torch's square root is not exact."""
+    weight, mean, square = (one.numpy() for one in states)
+    scale, step_size, correction, rise1, beta2, rise2, eps, decay = map(np.float32, settings)
+    found = gradient.float().numpy() / scale
+    mean = mean + (found - mean) * rise1
+    square = square * beta2 + found * found * rise2
+    root = np.sqrt(square) / correction + eps
+    new = weight - weight * decay - step_size * (mean / root)
+    return [torch.from_numpy(one) for one in (new, mean, square)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.0 + 2.0**-23, 1.7, 1234.5, 2.0 - 2.0**-22, 2.0 - 2.0**-23, 1e30])
+@pytest.mark.parametrize("updates", [1, 7, 324, 5000])
+def test_quick_divisions_are_exact(scale: float, updates: int) -> None:
+    """By numbers that all elements share, to the bit of a division: of the tiniest and the largest, of infinities."""
+    torch.manual_seed(updates)
+    size = 2**16 + 5
+    gradient, mean = (torch.randn(size) * torch.exp2(torch.rand(size) * 60 - 50) for _ in range(2))
+    weight, square = torch.randn(size), torch.rand(size) * torch.exp2(torch.rand(size) * 90 - 80)
+    gradient[:9] = torch.tensor([0.0, 1e-44, -1e-40, 1e-30, 3e38, -3e38, math.inf, math.nan, 1e-25])
+    square[9:13] = torch.tensor([0.0, 3e38, math.inf, 1e-44])
+    settings = host_adamw.settings_of(
+        {"betas": (0.9, 0.95), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}, updates, scale
+    )
+    for narrow in (gradient, gradient.bfloat16()):
+        states = [weight.clone(), mean.clone(), square.clone()]
+        expected = plainly(states, narrow, settings)
+        host_adamw.adamw_(*states, narrow.clone(), torch.empty_like(narrow), settings, 2)
+        for mine, theirs in zip(states, expected, strict=True):
+            assert torch.equal(mine.nan_to_num(nan=-1.25), theirs.nan_to_num(nan=-1.25))
 
 
 def test_as_much_is_late_as_was_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
