@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 namespace {
 
@@ -35,38 +34,30 @@ inline void narrow_to(bf16& place, float value) {
 inline void narrow_to(float& place, float value) { place = value; }
 inline void narrow_to(double& place, double value) { place = value; }
 
-// How a value is divided by a number that all elements share. A core divides eight floats in five cycles, and with two
-// threads on a core that, not memory, was what an update waited for.
-enum class Division {
-    none,     // by 1, which changes nothing
-    by_fma,   // to the same bits as `plain`, by the rounded inverse and the exact remainder (Markstein)
-    plain,
-};
-
-template <Division how, typename Wide>
+// A core divides eight floats in five cycles: that, and not memory, was what an update waited for. By a number that all
+// elements share it is quicker to the same bits: by the rounded inverse and the exact remainder (Markstein).
+template <bool Quick, typename Wide>
 inline Wide divided(Wide value, Wide by, Wide inverse) {
-    if constexpr (how == Division::none) return value;
-    if constexpr (how == Division::plain) return value / by;
+    if constexpr (!Quick) return value / by;
     const Wide near = value * inverse;
     const Wide exact = std::fma(std::fma(-near, by, value), inverse, near);
     return std::fabs(value) <= std::numeric_limits<Wide>::max() ? exact : near;
 }
 
-// The quickest way that is exact. Remainders of values below `TINY` would not be; nor does the proof hold for a divisor
-// whose bits are all ones. Of doubles, the reference, plainly.
+// Whether that is proved for a divisor: not where its bits are all ones. Doubles, the reference, are divided plainly.
 template <typename Wide>
-Division division_by(Wide by) {
-    if (by == 1) return Division::none;
+bool divides_quickly(Wide by) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     if constexpr (sizeof(Wide) == 4) {
         uint32_t bits;
         std::memcpy(&bits, &by, sizeof bits);
-        if (by > 0x1p-20f && by < 0x1p20f && (bits & 0x7fffffu) != 0x7fffffu) return Division::by_fma;
+        return by > 0x1p-20f && by < 0x1p20f && (bits & 0x7fffffu) != 0x7fffffu;
     }
 #endif
-    return Division::plain;
+    return false;
 }
 
+// Of smaller values remainders are not exact.
 constexpr double TINY = 0x1p-70;
 
 template <typename Gradient>
@@ -91,18 +82,16 @@ struct Settings {
 //
 // An update can also be made in two passes of the same arithmetic, and so to the same bits: one for the narrow copy,
 // which leaves the states as they were (`Narrows` alone), and one that catches up with them (`Keeps` alone).
-template <bool Keeps, bool Narrows, Division scaling, Division correcting, typename Wide, typename Gradient,
-          typename Narrow>
+template <bool Quick, bool Keeps, bool Narrows, typename Wide, typename Gradient, typename Narrow>
 void update_chunk(Wide* weight, Wide* mean, Wide* square, const Gradient* gradient, Narrow* narrow, int64_t start,
-                  int64_t end, const Settings<Wide>* settings) {
-    const Settings<Wide> with = *settings;
+                  int64_t end, const Settings<Wide> with) {
     const Wide unscale = 1 / with.scale, correction = 1 / with.root_correction;
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
-        const Wide found = divided<scaling>(static_cast<Wide>(widened(gradient[i])), with.scale, unscale);
+        const Wide found = divided<Quick>(static_cast<Wide>(widened(gradient[i])), with.scale, unscale);
         const Wide first = mean[i] + (found - mean[i]) * with.rise1;
         const Wide second = square[i] * with.beta2 + found * found * with.rise2;
-        const Wide root = divided<correcting>(std::sqrt(second), with.root_correction, correction) + with.eps;
+        const Wide root = divided<Quick>(std::sqrt(second), with.root_correction, correction) + with.eps;
         const Wide kept = weight[i] - weight[i] * with.decay;
         const Wide value = kept - with.step_size * (first / root);
         if constexpr (Keeps) {
@@ -114,36 +103,25 @@ void update_chunk(Wide* weight, Wide* mean, Wide* square, const Gradient* gradie
     }
 }
 
-template <bool Keeps, bool Narrows, Division scaling, typename... Rest>
-void update_corrected(Division correcting, Rest... rest) {
-    if (correcting == Division::none) return update_chunk<Keeps, Narrows, scaling, Division::none>(rest...);
-    if (correcting == Division::by_fma) return update_chunk<Keeps, Narrows, scaling, Division::by_fma>(rest...);
-    update_chunk<Keeps, Narrows, scaling, Division::plain>(rest...);
-}
-
 template <bool Keeps, bool Narrows, typename Wide, typename Gradient, typename Narrow>
 void update(Wide* weight, Wide* mean, Wide* square, const Gradient* gradient, Narrow* narrow, int64_t length,
             const double* given, int threads) {
     Settings<Wide> with;
     Wide* const each = &with.scale;
     for (int number = 0; number < 8; number++) each[number] = static_cast<Wide>(given[number]);
-    const Division scaling = division_by(with.scale), correcting = division_by(with.root_correction);
+    const bool quick = divides_quickly(with.scale) && divides_quickly(with.root_correction);
     const int64_t chunks = (length + CHUNK - 1) / CHUNK;
     const int team = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, chunks)));
 #pragma omp parallel for num_threads(team) schedule(dynamic, 1)
     for (int64_t start = 0; start < length; start += CHUNK) {
         const int64_t end = std::min(length, start + CHUNK);
-        const auto chunk = [&](auto how) {
-            update_corrected<Keeps, Narrows, how()>(correcting, weight, mean, square, gradient, narrow, start, end,
-                                                    static_cast<const Settings<Wide>*>(&with));
-        };
-        if (scaling == Division::none) {
-            chunk(std::integral_constant<Division, Division::none>{});
-        } else if (scaling == Division::by_fma && !has_tiny(gradient, start, end)) {
-            chunk(std::integral_constant<Division, Division::by_fma>{});
-        } else {
-            chunk(std::integral_constant<Division, Division::plain>{});
+        if constexpr (sizeof(Wide) == 4) {
+            if (quick && (with.scale == 1 || !has_tiny(gradient, start, end))) {
+                update_chunk<true, Keeps, Narrows>(weight, mean, square, gradient, narrow, start, end, with);
+                continue;
+            }
         }
+        update_chunk<false, Keeps, Narrows>(weight, mean, square, gradient, narrow, start, end, with);
     }
 }
 
