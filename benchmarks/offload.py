@@ -4,6 +4,9 @@ python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "recompute=full;rec
 python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "dp=1;offload=optimizer;offload=optimizer:0.6"
 python benchmarks/offload.py llama3.2-1b --micro 1 --cap-gib 12 --scratch DIR --layouts "offload=optimizer@nvme"
 python benchmarks/offload.py llama3-8b --micro 1 --cap-gib 48 --rounds 1 --layouts "recompute=full,offload=optimizer"
+
+Two layouts are none of Shoal's: ``floor``, the copies and the host's update alone (benchmarks/offload_floor.py), and
+``fsdp2``, torch's CPUOffloadPolicy on the same network (benchmarks/offload_policy.py).
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from record import record
@@ -37,6 +42,7 @@ from shoal.train.data.loader import Batch
 from shoal.train.program import BACKEND, assemble, blueprint
 
 WARM_UP = 3
+HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -53,6 +59,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--clip", type=float, help="the norm that gradients are clipped to; 0: not at all")
+    parser.add_argument(
+        "--late", type=float, help="the share of states that are written late, not what was measured"
+    )
     parser.add_argument("--layout", help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
     if options.layout:
@@ -62,14 +72,37 @@ def main() -> None:
     for _ in range(options.rounds):
         first = []
         for layout in options.layouts.split(";"):
+            if layout in OTHERS:
+                found = said_by(OTHERS[layout](options))
+                record("offload", model=options.model, seq=options.seq, cap_gib=None, **found)
+                continue
             # A process for each: what another leaves on the device would be in its peak.
             command = [sys.executable, __file__, *sys.argv[1:], "--layout", f"micro={options.micro},{layout}"]
-            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            found = json.loads(said.splitlines()[-1])
+            found = said_by(command)
             first.append(found.pop("first_loss"))
             record("offload", model=options.model, seq=options.seq, cap_gib=options.cap_gib, **found)
         # The first loss alone: from then on they drift apart, as attention's backward pass adds up in any order.
-        assert len(set(first)) == 1, first
+        assert len(set(first)) <= 1, first
+
+
+def said_by(command: list[str]) -> dict[str, Any]:
+    """The row that a process prints last."""
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    row: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return row
+
+
+def floor(options: argparse.Namespace) -> list[str]:
+    return [sys.executable, str(HERE / "offload_floor.py"), options.model]
+
+
+def policy(options: argparse.Namespace) -> list[str]:
+    shape = ["--micro", str(options.micro), "--seq", str(options.seq), "--steps", str(options.steps)]
+    eager = ["--eager"] if options.eager else []
+    return [sys.executable, str(HERE / "offload_policy.py"), options.model, *shape, *eager]
+
+
+OTHERS = {"floor": floor, "fsdp2": policy}
 
 
 def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str, object]:
@@ -81,6 +114,8 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         torch.cuda.set_per_process_memory_fraction(share)
     model, parsed = PRESETS[options.model], Layout.parse(layout)
     recipe = Recipe(seq=options.seq, batch=options.batch or options.micro, steps=100, precision="bf16")
+    if options.clip is not None:
+        recipe = recipe.model_copy(update={"clip": options.clip})
     backend = BACKEND if on_gpu and not options.eager else None
     values = partial(fill, model=model, seed=0)
     torch.zeros(1, device=device)  # what a device's context takes is nobody's
@@ -95,6 +130,11 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         compile_with=backend,
         files=files,
     )
+    late, moments = None if step.host is None else step.host.late, list[tuple[str, float]]()
+    if late is not None:
+        late.share = options.late
+        for name in ("norm_known", "weights_returned", "written"):
+            setattr(late, name, _timed(getattr(late, name), name, moments))
     torch.manual_seed(0)
     tokens = torch.randint(0, model.vocab, (options.micro, options.seq)).to(device)
     positions = torch.arange(options.seq, device=device).expand_as(tokens).contiguous()
@@ -102,14 +142,15 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
     batch = Batch(tokens, tokens.roll(-1, 1), positions, None, rows, tokens.numel())
     batches = [batch] * parsed.accumulation(recipe.batch)
     targets = tokens.numel() * len(batches)
-    ends, issued, first_loss = [], None, 0.0
+    ends, issued, first_loss, clipped = [], None, 0.0, 0
     for number in range(1, WARM_UP + options.steps + 2):
         if on_gpu and number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         before, issued = issued, step.issue(number, batches, targets)
         if before is not None:
-            loss = before.read().loss
-            first_loss = first_loss or loss
+            result = before.read()
+            first_loss = first_loss or result.loss
+            clipped += bool(recipe.clip and result.grad_norm > recipe.clip)
         ends.append(time.perf_counter())
     taken = [after - one for one, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
     workload = Workload(model, look(), recipe, parsed, tune=TuneSection(), compile=backend is not None)
@@ -129,8 +170,31 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "predicted_nvme_bytes": predicted.nvme,
         # The most that the process ever held, pinned memory included, above what it held before the network.
         "resident_more_bytes": _resident() - resident,
+        "clipped_steps": clipped,
+        # Of the elements that the host updates.
+        "late_share": None if late is None else late.chosen_share,
+        # Of the last update: from the norm to the last new weight, and from there to the last state.
+        "weights_s": _between("norm_known", "weights_returned", moments),
+        "late_s": _between("weights_returned", "written", moments),
         "first_loss": first_loss,
     }
+
+
+def _timed(method: Callable[..., Any], name: str, moments: list[tuple[str, float]]) -> Callable[..., Any]:
+    def called(*arguments: Any) -> Any:
+        moments.append((name, time.perf_counter()))
+        return method(*arguments)
+
+    return called
+
+
+def _between(first: str, second: str, moments: list[tuple[str, float]]) -> float | None:
+    """Seconds from the last moment of one kind to the one of another that follows it."""
+    begun = next((number for number, (name, _) in reversed(list(enumerate(moments))) if name == first), None)
+    if begun is None:
+        return None
+    end = next((at for name, at in moments[begun:] if name == second), None)
+    return None if end is None else end - moments[begun][1]
 
 
 def _resident() -> int:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from blake3 import blake3
@@ -36,6 +36,8 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAGS = (*FLAGS, "-mprefer-vector-width=512")  # gcc keeps to 256 bits where a processor has both
 COMPILERS = ("c++", "g++", "clang++")
 LONGEST = 120  # seconds, on a machine that is busy
 
@@ -52,12 +54,15 @@ def adamw_(
     narrow: Tensor,
     settings: list[float],
     threads: int,
+    what: Literal["whole", "narrow", "states"] = "whole",
 ) -> None:
     """All flat, contiguous and as long. ``narrow``: a copy of the new weight; it may be the gradient's own memory.
 
-    ``settings``: as ``settings_of``. NoKernelError where it cannot be compiled.
+    ``what``: all of the update; the narrow copy alone, which leaves weight and moments as they were; or these alone,
+    later and to the same bits, where ``narrow`` says no more than its type. ``settings``: as ``settings_of``.
+    NoKernelError where it cannot be compiled.
     """
-    run = getattr(_library(), f"adamw_{_name(gradient.dtype)}_{_name(narrow.dtype)}")
+    run = getattr(_library(), f"adamw_{what}_{_name(gradient.dtype)}_{_name(narrow.dtype)}")
     pointers = (ctypes.c_void_p(one.data_ptr()) for one in (weight, mean, square, gradient, narrow))
     length = ctypes.c_int64(weight.numel())
     run(*pointers, length, (ctypes.c_double * len(settings))(*settings), ctypes.c_int(threads))

@@ -2,7 +2,8 @@
 
 A thread of its own waits until the norm of all gradients is known, so that clipping is exact without speculation, and
 then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
-next forward pass waits at each block for that block alone: the update hides behind it.
+next forward pass waits at each block for that block alone: the update hides behind it. Of some pieces only the new
+weights are made then, and their states beside the backward pass that follows (``train/late_states.py``).
 
 AdamW goes over a piece once (``train/host_adamw.py``). Where that is not to be had, pieces are cut into parts that a
 cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,16 +25,20 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.facts.layout.offload import states_may_be_late, waiting
 from shoal.facts.model.parameters import block_of
+from shoal.facts.recipe import Recipe
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.state_files import GRADIENT, new_weights
 from shoal.parallel.offload.states import OffloadedStates
+from shoal.parallel.offload.way_back import WayBack
 from shoal.parallel.placed import Placed
 from shoal.parallel.shards import Shard, goes_home
 from shoal.train import host_adamw
 from shoal.train.adamw import AdamW, HostPart
+from shoal.train.late_states import NONE_LATE, LateStates
 from shoal.train.optimizer import CLIP_EPS, refuses
 from shoal.train.rounding import parts
 
@@ -48,7 +54,12 @@ class HostUpdate:
     """Updates what the host has, and lets the network wait for it."""
 
     def __init__(
-        self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
+        self,
+        placed: Placed,
+        offloaded: OffloadedStates,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        mesh: Mesh,
     ) -> None:
         self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
         # Why AdamW goes by parts, if it does.
@@ -71,6 +82,19 @@ class HostUpdate:
         # every 4 KiB, which took longer than the update itself on an H200's host.
         largest = max((piece.tensor.numel() for piece in offloaded.pieces), default=0)
         self._room = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
+        # Whose states may be late. On a CPU nothing goes on beside the device.
+        may_be_late = states_may_be_late(recipe, mesh.layout) and self.problem is None
+        resting = waiting(mesh.layout.offload, "params") is not None
+        order = [piece for group in self.groups.values() for piece in group]
+        self.late: LateStates | None = None
+        self._way_back: WayBack | None = None
+        if may_be_late and order:
+            self.late = LateStates([piece for piece in order if offloaded.away[piece].rests or not resting])
+            if not resting:
+                elements = _elements(order)
+                assert order[0].working is not None
+                dtype = order[0].working.dtype
+                self._way_back = WayBack(elements, dtype, offloaded.memory, offloaded.streams)
         self._running: Future[None] | None = None
         self._going: deque[FileTransfer] = deque()  # new weights, to the files that they rest in
         self._passed = threading.Condition()
@@ -94,14 +118,19 @@ class HostUpdate:
                 self.optimizer.started(piece.tensor)
         if self.offloaded.filed is not None:
             self.offloaded.filed.begin()
-        self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
+        late = NONE_LATE
+        if self.late is not None and self._thread.beside:
+            late = self.late.choose(self.offloaded.micro_batches)
+        for piece in late:
+            self.offloaded.away[piece].read = threading.Event()
+        self._running = self._thread.submit(self._update, arriving, late, known, event, limit, most)
         running = self._running
         if self.ahead is None:
-            self.wait()
+            self.wait_for(math.inf)
         return running
 
     def wait(self) -> None:
-        """Until everything is back."""
+        """Until everything is back, and all states are written."""
         if self._running is not None:
             self._running.result()
             self._running = None
@@ -142,28 +171,62 @@ class HostUpdate:
     def _update(
         self,
         arriving: dict[Shard, Callable[[], Tensor]],
+        late: frozenset[Shard],
         norm: Tensor,
         known: torch.cuda.Event | None,
         limit: float,
         most: float,
     ) -> None:
         """As ``clip_and_update`` does on a device."""
+        reading = {piece: self.offloaded.away[piece].read for piece in late}
         try:
             if known is not None:
                 known.synchronize()
+            if self.late is not None:
+                self.late.norm_known(self.offloaded.micro_batches)
             if refuses(norm, most):
                 return
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
-            for number, pieces in self.groups.items():
-                for piece in pieces:
-                    self._update_piece(piece, arriving.get(piece), scale)
-                self._pass(number)
-            if self.offloaded.filed is not None:
-                self.offloaded.filed.finish()
-            while self._going:
-                self._going.popleft().result()
+            to_write = self._update_groups(arriving, late, scale)
+            self._pass(math.inf)
+            if self.late is not None:
+                self.late.weights_returned()
+            # Those first whose gradients come first.
+            start = time.perf_counter()
+            for piece, write in reversed(to_write):
+                write()
+                if (read := reading[piece]) is not None:
+                    read.set()
+            if self.late is not None:
+                self.late.written(_elements(late), time.perf_counter() - start)
         finally:
             self._pass(math.inf)
+            for read in reading.values():
+                if read is not None:
+                    read.set()
+
+    def _update_groups(
+        self, arriving: dict[Shard, Callable[[], Tensor]], late: frozenset[Shard], scale: Tensor
+    ) -> list[tuple[Shard, Callable[[], None]]]:
+        """In forward order; gives what writes the states that are late."""
+        to_write: list[tuple[Shard, Callable[[], None]]] = []
+        whole, spent = 0, 0.0
+        for number, pieces in self.groups.items():
+            for piece in pieces:
+                if piece in late:
+                    to_write.append((piece, self._update_weight(piece, arriving[piece], scale)))
+                    continue
+                start = time.perf_counter()
+                self._update_piece(piece, arriving.get(piece), scale)
+                whole, spent = whole + piece.stop - piece.start, spent + time.perf_counter() - start
+            self._pass(number)
+        if self.offloaded.filed is not None:
+            self.offloaded.filed.finish()
+        while self._going:
+            self._going.popleft().result()
+        if self.late is not None:
+            self.late.written(whole, spent)
+        return to_write
 
     def _pass(self, number: float) -> None:
         back = self.offloaded.streams.back
@@ -201,6 +264,37 @@ class HostUpdate:
         # All that has read the weights as they were has ended: the norm came after it.
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
+
+    def _update_weight(
+        self, piece: Shard, arriving: Callable[[], Tensor], scale: Tensor
+    ) -> Callable[[], None]:
+        """The new weight alone, from states that are left as they were; gives what writes these."""
+        working, gradient = piece.working, arriving().view(-1)
+        assert working is not None
+        settings, threads = self._counted(piece, scale), self.threads
+        ((_, states),) = self._lent(piece)
+        weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+        if self.offloaded.away[piece].rests:
+            home = self.offloaded.away[piece].way_back(working)
+            host_adamw.adamw_(weight, mean, square, gradient, home, settings, threads, "narrow")
+        else:
+            assert self._way_back is not None
+            for part, room in self._way_back.through(working.view(-1)):
+                here = weight[part], mean[part], square[part], gradient[part]
+                host_adamw.adamw_(*here, room, settings, threads, "narrow")
+
+        def write() -> None:
+            nothing = torch.empty(0, dtype=working.dtype)
+            host_adamw.adamw_(weight, mean, square, gradient, nothing, settings, threads, "states")
+
+        return write
+
+    def _counted(self, piece: Shard, scale: Tensor) -> list[float]:
+        """Count an update of a piece, and give what it is made with."""
+        assert isinstance(self.optimizer, AdamW)
+        state = self.optimizer.started(piece.tensor)
+        state["step"] += 1
+        return host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
 
     def _update_filed(self, piece: Shard, scale: Tensor) -> None:
         working, update = piece.working, None
@@ -247,9 +341,7 @@ class HostUpdate:
             return None
         if not host_adamw.takes(piece.tensor.dtype, read, written):
             return None
-        state = optimizer.started(piece.tensor)
-        state["step"] += 1
-        settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
+        settings = self._counted(piece, scale)
         # In the gradient's place narrower ones would overtake it.
         whole, room = written == read or apart, self._room.view(written)
 
@@ -275,6 +367,10 @@ class HostUpdate:
                 returned[part].copy_(here["weight"])  # behind what has been read
 
         return update
+
+
+def _elements(pieces: Iterable[Shard]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
 
 
 def _before(module: nn.Module, wait: Callable[[], None]) -> None:

@@ -116,7 +116,7 @@ class Step:
         self.routed = REPORTED + len(self.measures)  # where, among a step's numbers, those of routers begin
         self.host: HostUpdate | None = None  # of what is offloaded
         if placed.offloaded is not None:
-            self.host = HostUpdate(placed, placed.offloaded, optimizer, mesh)
+            self.host = HostUpdate(placed, placed.offloaded, optimizer, recipe, mesh)
         self.early: UpdatesInBackward | None = None  # where the backward pass updates
         self.average = WeightAverage(optimizer, self.pieces, recipe.ema) if recipe.ema else None
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events

@@ -13,9 +13,11 @@ from shoal.facts.layout.offload import (
     STAGES,
     OffDevice,
     away_bytes,
+    late_elements,
     leaves_early,
     off_device,
     offloaded,
+    states_may_be_late,
     waiting,
 )
 from shoal.facts.recipe import Recipe
@@ -113,10 +115,38 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
     assert away_bytes(Recipe(precision="bf16"), ALONE, 2).added == 10
 
 
+def test_what_is_late_reads_its_gradient_twice() -> None:
+    each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
+    assert (each.weight_first, each.late) == (16, 26)
+    assert each.weight_first + each.late == each.updated + each.states + each.gradient
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "may"),
+    [
+        ({}, "offload=optimizer", True),
+        ({"precision": "bf16"}, "fsdp=2,zero=1,offload=params", True),
+        ({"states": "bf16"}, "offload=optimizer", False),
+        ({"optimizer": "sgd"}, "offload=optimizer", False),
+        ({}, "offload=optimizer@nvme", False),
+        ({}, "offload=optimizer+params@nvme", False),
+        ({}, "recompute=full,offload=activations", False),
+    ],
+)
+def test_whose_states_may_be_late(recipe: dict[str, str], layout: str, may: bool) -> None:
+    assert states_may_be_late(Recipe.model_validate(recipe), Layout.parse(layout)) is may
+
+
+def test_no_more_is_late_than_there_is_time_for() -> None:
+    assert late_elements(window=2.0, rate=100.0, elements=1000) == pytest.approx(170)
+    assert late_elements(window=20.0, rate=100.0, elements=1000) == 1000
+
+
 def test_where_they_wait() -> None:
     each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
     memory, disk = (Offload(what="optimizer", nvme=nvme) for nvme in (False, True))
     assert off_device(each, 1600, 100, memory, False, 0, False) == OffDevice(1600 * 14, 0)
+    assert off_device(each, 1600, 100, memory, False, 0, False, 1600).host == 1600 * 14 + 48 * 2
     # Of states in files a 32nd is in memory at once, of many a bounded number; what is one piece all together.
     assert off_device(each, 1600, 100, disk, False, 0, False) == OffDevice(3200 + 50 * 12, 1600 * 12)
     assert off_device(each, 1600, 100, disk, False, 600, False) == OffDevice(3200 + 600 * 12, 1600 * 12)

@@ -22,6 +22,8 @@ IN_FLIGHT = 2
 # Elements whose states are in memory at once where they rest in files, at most: read ahead, updated, written behind.
 # And the share of a rank's that are, at most, in stretches of a quarter of that.
 RING, RING_SHARE, STRETCHES = 2**25, 32, 4
+# Of the time that an update's states have until the next gradients take their gradients' place, what is planned with.
+LATE_SHARE = 0.85
 # Buffers between files and other memory, and bytes of each: what several threads read or write at once.
 STAGES, STAGED = 4, 8 << 20
 
@@ -67,6 +69,27 @@ def leaves_early(layout: Layout) -> bool:
     return layout.zero == 3 or (layout.zero == 2 and layout.dp == 1)
 
 
+def states_may_be_late(recipe: Recipe, layout: Layout) -> bool:
+    """Whether an update may give the device its new weights first, and write its states beside the next backward pass
+    (``train/late_states.py``). It does in one pass over memory: AdamW's, with states as wide as they are computed.
+
+    Where parameters rest with the host as well, of those that do."""
+    states, params = (waiting(layout.offload, what) for what in ("optimizer", "params"))
+    if states is None or states.nvme or (params is not None and params.nvme):
+        return False
+    return recipe.optimizer == "adamw" and recipe.states == "fp32"
+
+
+def late_elements(window: float, rate: float, elements: float) -> float:
+    """How many elements' states are late, of those that may be: no more than ``rate`` a second have time for."""
+    return min(elements, LATE_SHARE * window * rate)
+
+
+def returning_elements(elements: float) -> int:
+    """New weights that pass through a ring while their gradients wait: of so many, those that are there at once."""
+    return min(RING, round(elements) // RING_SHARE)
+
+
 class AwayBytes(NamedTuple):
     """Bytes of a parameter whose states are offloaded."""
 
@@ -85,6 +108,16 @@ class AwayBytes(NamedTuple):
     def updated(self) -> float:
         """What an update moves: states are read and written, the gradient is read, the new weight written."""
         return 2 * self.states + self.gradient + self.back
+
+    @property
+    def weight_first(self) -> float:
+        """What its new weight alone takes, before its states are written."""
+        return self.states + self.gradient + self.back
+
+    @property
+    def late(self) -> float:
+        """What its states take then."""
+        return 2 * self.states + self.gradient
 
     @property
     def added(self) -> float:
@@ -141,12 +174,14 @@ def off_device(
     adds_up: bool,
     largest: float,
     all_filed: bool,
+    returning: float = 0.0,
 ) -> OffDevice:
     """Of so many offloaded parameters of a rank, of which a block has at most ``block``, a piece ``largest``.
 
     Gradients that are yet to be added up where they rest pass through buffers for two blocks, larger pieces in parts;
     states on their way from a file and back through a ring. ``all_filed``: so do gradients, which came there through
-    buffers of their own (``params@nvme``, and states with it).
+    buffers of their own (``params@nvme``, and states with it). ``returning``: of the parameters those whose new weights
+    pass through a ring.
     """
     ring = ring_elements(elements, min(largest, elements))
     if all_filed:
@@ -155,4 +190,5 @@ def off_device(
     landing = IN_FLIGHT * min(block, elements) * each.travelling if adds_up else 0.0
     if part.nvme:
         return OffDevice(elements * each.gradient + landing + ring * each.states, elements * each.states)
-    return OffDevice(elements * (each.gradient + each.states) + landing, 0.0)
+    ring = STRETCHES * max(1, returning_elements(returning) // STRETCHES) * each.back if returning else 0.0
+    return OffDevice(elements * (each.gradient + each.states) + landing + ring, 0.0)

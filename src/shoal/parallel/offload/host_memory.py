@@ -35,6 +35,11 @@ class HostThread:
         if device.type != "cpu":
             self._pool = ThreadPoolExecutor(1, name, partial(_begin, device, threads))
 
+    @property
+    def beside(self) -> bool:
+        """Whether what it does goes on beside who asked for it."""
+        return self._pool is not None
+
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         if self._pool is not None:
             return self._pool.submit(work, *arguments)

@@ -11,6 +11,7 @@ On a CPU there are no streams, a copy is done when it is begun, and all else is 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -69,6 +70,9 @@ class AwayState:
         self.left: torch.cuda.Event | None = None
         self.filed: FiledPiece | None = None  # where the gradient waits in a file
         self.squares: dict[int, float] = {}  # of one that adds up there, of each part
+        self.read: threading.Event | None = (
+            None  # the gradient, for the last time, by an update whose states are late
+        )
 
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where its gradient waits, made when the first one leaves."""
@@ -78,6 +82,12 @@ class AwayState:
             self.room = self.memory.take(like.numel() * dtype.itemsize)
             self.gradient = self.room.bytes.view(dtype).view(like.shape)
         return self.gradient
+
+    def wait_until_read(self) -> None:
+        """Until the gradient of the step before may be overwritten."""
+        if self.read is not None:
+            self.read.wait()
+            self.read = None
 
     def way_back(self, working: Tensor) -> Tensor:
         """Where new weights wait for the device: flat, from the beginning of where the gradient is.
@@ -170,7 +180,7 @@ class OffloadedStates:
         if self.filed is not None and staged is not None:
             for piece, state in self.away.items():
                 state.filed = self.filed.filed[piece]
-        self.several = False  # whether gradients are added up on the host
+        self.micro_batches = 1  # of this step
         sizes: Counter[int] = Counter()
         for piece in self.pieces:
             if (block := block_of(piece.held.label)) is not None:
@@ -194,11 +204,16 @@ class OffloadedStates:
         parameter.register_post_accumulate_grad_hook(self._send(piece) if leaves else self._hold(piece))
 
     def start_step(self, micro_batches: int) -> None:
-        self.several = micro_batches > 1
+        self.micro_batches = micro_batches
         for piece, state in self.away.items():
             state.times, state.landing, state.left = 0, None, None
             state.squares.clear()
             piece.squares = None
+
+    @property
+    def several(self) -> bool:
+        """Whether gradients are added up on the host."""
+        return self.micro_batches > 1
 
     def leave(self, piece: Shard, gradient: Tensor, complete: bool = False, together: object = None) -> None:
         """A gradient that the device has no more use for. ``complete``: nothing will be added to it.
@@ -206,6 +221,7 @@ class OffloadedStates:
         ``together``: what it arrives with, if not with those of its block.
         """
         state, gradient = self.away[piece], gradient.detach()
+        state.wait_until_read()
         # Gradients of a block come together, and those of the network's ends.
         self._make_room(block_of(piece.held.label) if together is None else together)
         if complete or not self.several:

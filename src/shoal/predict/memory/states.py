@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import OffDevice, away_bytes, leaves_early, off_device, staged_bytes, waiting
+from shoal.facts.layout.offload import (
+    OffDevice,
+    away_bytes,
+    leaves_early,
+    off_device,
+    staged_bytes,
+    states_may_be_late,
+    waiting,
+)
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
@@ -53,7 +61,10 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         adds_up = adds_up and leaves_early(workload.layout)
         all_filed = params is not None and params.nvme and optimizer.nvme
         largest = largest_piece(workload, rank.number) if optimizer.nvme else 0
-        host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed)
+        # Weights that rest with the host return to no device.
+        through_ring = states_may_be_late(workload.recipe, workload.layout) and params is None
+        returning = away if through_ring else 0.0
+        host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed, returning)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
         host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)

@@ -2,7 +2,8 @@
 
 optimizer    gradients leave beside the backward pass of every micro-batch. Once the norm is known the host updates
              block by block, in forward order; new weights return one block behind, and the next step's forward pass
-             waits for each block alone
+             waits for each block alone. Of as many as there is time for, states are written later, beside the backward
+             pass
 params       weights, frozen ones too, come in beside the forward pass and again beside the backward pass of every
              micro-batch
 activations  what is kept for the backward pass leaves beside the forward pass, and comes back beside the backward pass
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.calibration import NodeRates
-from shoal.facts.layout.offload import away_bytes, leaves_early, waiting
+from shoal.facts.layout.offload import away_bytes, late_elements, leaves_early, states_may_be_late, waiting
 from shoal.predict.workload import Workload
 
 # What copies that run beside matrix products slow these down by, measured on an H200.
@@ -97,7 +98,16 @@ def transfer(
         through_disk += elements * each.gradient / rates.disk_read
     if in_files:
         through_disk += has.updated * away.params * each.back / rates.disk_write
-    ready = max(elements * each.updated / rates.update, through_disk, back) + back / layers
+    # The last block's forward pass comes after its update, and then the head with its loss.
+    first = beside.blocks * (1 - 1 / layers)
+    # Until the first micro-batch's gradients take the place of those that are read for the states.
+    window = beside.forward - first + beside.backward
+    late = 0.0
+    if states_may_be_late(workload.recipe, layout) and workload.cluster.device.name != "cpu":
+        may_be = has.updated * away.params if away.params else elements
+        late = late_elements(window, rates.update / each.late, may_be)
+    moved = elements * each.updated - late * (each.updated - each.weight_first)
+    ready = max(moved / rates.update, through_disk, back) + back / layers
     if away.optimizer == 1.0:
         ready += has.embedding * each.travelling / rates.link
 
@@ -108,9 +118,7 @@ def transfer(
     beside_forward = max(fetching, sending)
     waits = times * _exposed(beside_backward, beside.backward)
     waits += (times - 1) * _exposed(beside_forward, beside.forward) + times * fetching / layers
-    # The last block's forward pass comes after its update, and then the head with its loss. What the device updates
-    # itself takes its time meanwhile.
-    first = beside.blocks * (1 - 1 / layers)
+    # What the device updates itself takes its time meanwhile.
     own = (1 - away.optimizer) * update if away.optimizer else 0.0
     waits += max(_exposed(max(beside_forward, back), beside.forward), ready - first - own, 0.0)
     # Nor does it get faster than with the activations alone.
