@@ -120,10 +120,6 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     """What an update on the host's cores does not go with."""
-    params = waiting(layout.offload, "params")
-    if config.model.lora is not None and params is not None and params.nvme:
-        # A frozen base is filled in memory, and nothing writes it to files.
-        yield "layout: offload=params@nvme with model.lora", "offload=params"
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"

@@ -41,7 +41,7 @@ from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.params import GatheredFromHome
 from shoal.parallel.replica_sums import ReplicaSums
-from shoal.parallel.shards import HeldParameter, Shard, counts, hand, updated
+from shoal.parallel.shards import HeldParameter, Shard, counts, hand, slice_of, updated
 from shoal.parallel.stage_module import StageModule, fill_storage, local_tensor
 
 
@@ -334,19 +334,14 @@ def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     first = min(index * even_share(box.shape[0], ranks), box.shape[0])
     rows = local_tensor(held.parameter) if held.home is None else held.home
-    return Slice(rows, box.whole, (box.offset[0] + first, *box.offset[1:]))
+    return slice_of(rows, box.whole, (box.offset[0] + first, *box.offset[1:]), held.home_file)
 
 
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working
-    in_file = piece.held.home_file
-    return Slice(
-        values,
-        piece.box.whole,
-        (piece.box.offset[0] + first, *piece.box.offset[1:]),
-        None if in_file is None else in_file.read,
-    )
+    offset = piece.box.offset[0] + first, *piece.box.offset[1:]
+    return slice_of(values, piece.box.whole, offset, piece.held.home_file)
 
 
 def _reduce_now(root: FSDPModule) -> None:
