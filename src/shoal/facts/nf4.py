@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import Parameter, block_parameters, is_adapter
+from shoal.facts.model.parameters import Parameter, block_parameters, is_matrix
 from shoal.facts.model.tensor_split import tensor_part
 
 BLOCK = 64
@@ -44,8 +44,8 @@ AT_ONCE = 1 << 20
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether it is one of the weights that rest so: matrices of blocks, but for adapters."""
-    return parameter.layer is not None and len(parameter.shape) == 2 and not is_adapter(parameter.name)
+    """Whether it is one of the weights that rest so: a block's projections."""
+    return is_matrix(parameter.name, parameter.shape)
 
 
 def unpacked_width(packed: int) -> int:
@@ -61,6 +61,6 @@ def packed_width(values: int) -> int:
 
 def cut_blocks(model: Model, layout: Layout) -> Iterator[str]:
     """Projections of which tensor ranks would have parts of a block of 64 values."""
-    for parameter in block_parameters(model, False):
+    for parameter in (*block_parameters(model, False), *block_parameters(model, True)):
         if is_packed(parameter) and tensor_part(parameter, layout.tp, 0).box.shape[1] % BLOCK:
             yield parameter.name.rsplit(".", 2)[-2]

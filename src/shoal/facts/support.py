@@ -13,7 +13,7 @@ from shoal.facts.layout.stages import cut
 from shoal.facts.layout.updates import stage_parameters
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
+from shoal.facts.model.parameters import BLOCKS, block_parameters, is_matrix, llama_parameters
 from shoal.facts.nf4 import BLOCK, cut_blocks
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
@@ -38,7 +38,7 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
-    if model is not None and model.experts is None and config.model.lora is not None:
+    if model is not None and config.model.lora is not None:
         lacking += _unmatched_targets(config.model.lora, model)
         if config.model.lora.base == "nf4":
             lacking += _cut_blocks(model, layout)
@@ -255,9 +255,10 @@ def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
 
 def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
     """Targets of adapters that no block has."""
-    projections = [
-        one.name.rsplit(".", 2)[-2] for one in block_parameters(model, False) if len(one.shape) == 2
-    ]
+    every = (*block_parameters(model, False), *block_parameters(model, True))
+    projections = list(
+        dict.fromkeys(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
+    )
     wrong = [target for target in lora.targets if target not in projections]
     if wrong:
         yield Problem(
@@ -281,8 +282,6 @@ def _cut_blocks(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
-    if model.experts is not None and config.model.lora is not None:
-        yield f"model.lora with the experts of {model.name}", "a model without experts; or leave it out"
     if model.experts is not None and config.recipe.precision == "fp8":
         yield f'recipe.precision = "fp8" with the experts of {model.name}', 'recipe.precision = "bf16"'
     for key in ("router_aux", "router_z"):

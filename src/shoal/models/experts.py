@@ -202,12 +202,12 @@ class MixtureOfExperts(nn.Module):
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """``positions`` and ``noise`` are for adapters, which experts have none of."""
+        """``positions``, ``noise``: those of all tokens, for adapters of experts that every token uses."""
         tokens, routed = self.route(x)
         arriving, sent = self.travel.send(tokens, routed)
         del tokens  # what has left takes no room
         # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
-        shared = None if self.shared_experts is None else self.shared_experts(routed.x)
+        shared = None if self.shared_experts is None else self.shared_experts(routed.x, positions, noise)
         return self.sum(routed.x, self.experts(arriving, sent, routed.weights, routed.order), shared)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routed]:

@@ -273,8 +273,12 @@ def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter])
     Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
     """
     found: dict[str, nn.Parameter] = {}
+    seen = set()
     for module in _sharded_modules(root.module):
         group = _group(module)
+        if group is not None and id(group) in seen:
+            continue  # modules that are one unit have one group; what rests in files cannot be gathered again yet
+        seen.add(id(group))
         resting = [one for one in (group.fsdp_params if group else ()) if one.sharded_param in homes]
         for one in resting:
             fill_storage(one.sharded_param)

@@ -25,7 +25,7 @@ from shoal.facts.model.parameters import (
     block_parameters,
     end_parameters,
     expert_parameters,
-    is_adapter,
+    is_matrix,
     stacked_experts,
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
@@ -427,7 +427,7 @@ def narrow_elements(component: Component, ranks: int, lora: Adapters | None) -> 
 
 def in_four_bits(tensor: RankTensor) -> bool:
     """Of a run that freezes weights so (``facts/nf4.py``)."""
-    return tensor.name.startswith(BLOCKS) and len(tensor.shape) == 2 and not is_adapter(tensor.name)
+    return is_matrix(tensor.name, tensor.shape)
 
 
 def is_projection(tensor: RankTensor, ranks: int) -> bool:

@@ -74,7 +74,7 @@ class ShardedGradients(RankGradients):
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
             # Gradients of experts that are whole wait in buckets of their own from the start.
-            waiting = self.rank.all_whole_experts - self.rank.lone_experts
+            waiting = 0 if self.adapters_only else self.rank.all_whole_experts - self.rank.lone_experts
             waiting -= waiting * self._blocks_arrived(done) // self.one.layers
             if self.waits:
                 return self.hold.reduce * (self._arrived(done) + waiting)

@@ -28,14 +28,17 @@ class Resting:
 def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
     size = _weights(rank) + _frozen(rank)
-    size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
+    if rank.workload.lora is None:  # else they rest as they are used, as all that is frozen
+        size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
     return Resting(size * (1 - rank.offloaded("params")))
 
 
 def optimizer_states(rank: RankInventory) -> Resting:
     """Of the parameters that this rank updates: every ``zero`` shards them."""
     hold, updated = rank.hold, rank.total.trained_share
-    master = hold.master * updated + (_unsharded(rank).master - hold.master) * rank.all_whole_experts
+    master = hold.master * updated
+    if rank.workload.lora is None:
+        master += (_unsharded(rank).master - hold.master) * rank.all_whole_experts
     stays, own = 1 - rank.offloaded("optimizer"), own_states(rank)
     moments = hold.moments * updated if own is None else own
     return Resting((moments + master) * stays, master * stays)

@@ -148,7 +148,7 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     group = workload.groups[EXPERTS]
     shards = group.sharded.size
     elements = expert_elements(workload.model, workload.layout.tp, workload.layout.ep)
-    if not group.trained and not (shards > 1 and group.zero == 3):
+    if not group.trained and not group.fully_sharded:
         return []
     if shards == 1:
         count = _bucket_count(workload, here)
@@ -171,6 +171,8 @@ def exact_states(workload: Workload, here: RankParameters) -> list[CollectiveCal
     found: list[CollectiveCall] = []
     for stage in here.stages:
         routed = expert_tensors(workload.model, layout.tp, layout.ep, stage)
+        if not group.trained and not group.fully_sharded:
+            continue
         if shards == 1:
             found += replicate.exact(workload, [routed], group)
         elif group.zero < 3:
@@ -190,7 +192,8 @@ def _block(tensor: RankTensor) -> str:
 def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Travelling:
     elements = sum(padded_size(tensor, shards) for tensor in tensors)
     gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
-    reduced = sum(padded_size(tensor, shards) for tensor in with_gradients(workload, tensors))
+    moving = with_gradients(workload, tensors) if workload.groups[EXPERTS].trained else []
+    reduced = sum(padded_size(tensor, shards) for tensor in moving)
     return Travelling(elements, reduced, 1, gathers)
 
 
