@@ -122,7 +122,7 @@ def test_no_layout_changes_a_run_with_dropout_on_four_bits(
 DEEP, EIGHT = {"layers": 4}, {"batch": 8}
 # Family, layout, targets, what else: the moments that can be the fullest, and what travels.
 TWINS: list[tuple[str, str, list[str], dict[str, Any]]] = [
-    ("deepseek_v3", "fsdp=2,tp=2,ep=2,recompute=full", [*LATENT, *SHARED], {}),
+    ("deepseek_v3", "dp=2,tp=2,ep=2,recompute=full", [*LATENT, *SHARED], {}),
     ("qwen3_moe", "dp=2,ep=2,recompute=selective", ATTENTION, {}),
     ("qwen3_moe", "fsdp=4,ep=2,micro=1", ATTENTION, EIGHT),
     ("mixtral", "tp=2,recompute=full", ATTENTION, {}),

@@ -13,7 +13,13 @@ from shoal.facts.layout.stages import cut
 from shoal.facts.layout.updates import stage_parameters
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import BLOCKS, block_parameters, is_matrix, llama_parameters
+from shoal.facts.model.parameters import (
+    BLOCKS,
+    block_parameters,
+    expert_parameters,
+    is_matrix,
+    llama_parameters,
+)
 from shoal.facts.nf4 import BLOCK, cut_blocks
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
@@ -261,8 +267,10 @@ def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
     )
     wrong = [target for target in lora.targets if target not in projections]
     if wrong:
+        routed = any(one.name.rsplit(".", 2)[-2] == wrong[0] for one in expert_parameters(model))
+        frozen = " but those of routed experts, which stay frozen" if routed else ""
         yield Problem(
-            f"model.lora.targets: {model.name} has no projection {wrong[0]!r}",
+            f"model.lora.targets: {model.name} has no projection {wrong[0]!r}{frozen}",
             f"some of {', '.join(projections)}",
             "model.lora",
         )

@@ -125,6 +125,14 @@ def expert_parameters(model: Model) -> tuple[Parameter, ...]:
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
 
 
+@lru_cache(maxsize=256)
+def attention_projections(model: Model) -> tuple[str, ...]:
+    """By their last names, as targets of adapters are given."""
+    block = block_parameters(model, model.has_experts(0))
+    found = (one.name.rsplit(".", 2)[-2] for one in block if one.kind == "attention" and len(one.shape) == 2)
+    return tuple(found)
+
+
 def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
     """The routed experts of a layer: of each projection one tensor, [experts, out, in]."""
     assert model.experts is not None
