@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.thinned import thinned
 from torch import Tensor
 
@@ -81,6 +82,24 @@ def test_a_frozen_base_is_made_one_parameter_at_a_time(
     expected = frozen("dp=1", partial(fill, model=model, seed=0))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_modules_of_one_unit_are_gathered_before_their_files_are_written(tmp_path: Path) -> None:
+    """Without a tied head the last block and the last norm are one: it is gathered once, and not from its files."""
+    run_ranks(2, _last_unit, tmp_path)
+
+
+def _last_unit(rank: int, world: int, directory: Path) -> None:
+    (directory / str(rank)).mkdir()
+    files, model = DirectFiles(directory / str(rank)), TINY.model_copy(update={"tied": False})
+    asked = Recipe(seq=SEQ, batch=4, steps=10, precision="fp64")
+    mesh, values = (
+        Mesh(Layout.parse("fsdp=2,offload=params@nvme"), rank, torch.device("cpu")),
+        partial(fill, model=model, seed=0),
+    )
+    step = assemble(blueprint(model, asked), asked, TuneSection(), mesh, values, files=files)
+    assert all(bool(part.values.isfinite().all()) for _, part in step.placed.weights)
+    files.close()
 
 
 def batches(step: Step, number: int) -> list[Batch]:
