@@ -108,7 +108,18 @@ def test_no_layout_changes_the_run(
     assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
 
 
-@pytest.mark.parametrize("layout", thinned(["fsdp=2,tp=2,ep=2", "fsdp=2,ep=2,offload=params@nvme"], 2))
+# Experts' stacks in bytes: cut by experts, by rows of each (eight ranks, four experts), by tensor ranks; in files.
+PACKED = (
+    "fsdp=2,tp=2,ep=2",
+    "fsdp=2,zero=1,ep=2",
+    "fsdp=4,ep=2",
+    "fsdp=2,ep=2,offload=params@nvme",
+    "fsdp=8",
+    "pp=3",
+)
+
+
+@pytest.mark.parametrize("layout", thinned(PACKED, 3))
 def test_no_layout_changes_a_run_with_dropout_on_four_bits(
     make_prover: Callable[..., Prover], shape_of: Callable[..., str], layout: str
 ) -> None:
@@ -153,16 +164,28 @@ def test_memory_and_traffic_are_what_is_predicted(
         assert seen.differences(0) == []
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.long)])
-def test_memory_and_traffic_of_four_bits_are_what_is_predicted(kind: Any) -> None:
-    """Projections are packed; routers and routed experts rest as the run computes."""
+FOUR_BITS = [
+    ("fsdp=4,ep=2,micro=1", "lora"),
+    ("dp=2,tp=2,ep=2,recompute=full", "lora"),
+    ("fsdp=2,micro=1,recompute=full,offload=params", "dora"),
+    ("dp=2,ep=2", "dora"),
+    ("fsdp=2,ep=2,recompute=selective,offload=params@nvme", "lora"),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), thinned(FOUR_BITS, 2))
+def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, kind: Any) -> None:
+    """Projections and routed experts are packed; routers rest as the run computes."""
     shape = (
         SHAPES["deepseek_v3"]
         | DEEP
         | {"latent": Latent(q_rank=64, kv_rank=64, nope_dim=32, rope_dim=32, value_dim=32)}
     )
     lora = Lora(kind=kind, rank=8, alpha=16, targets=[*LATENT, *SHARED], base="nf4")
-    seen = dryrun(replace(ask("fsdp=4,ep=2,micro=1", shape, precision="bf16", batch=8), lora=lora), 0)
+    seen = dryrun(replace(ask(layout, shape, precision="bf16", batch=8), lora=lora), 0)
     assert seen.traffic == seen.predicted_traffic
-    assert seen.memory.params == pytest.approx(seen.predicted.params, rel=1e-3)
-    assert seen.memory.peak_allocated == pytest.approx(seen.predicted.peak_allocated, rel=0.015)
+    held, said = seen.memory, seen.predicted
+    # What corrects routers stays on the device, whatever rests away.
+    assert held.params == pytest.approx(said.params, rel=1e-3, abs=512)
+    assert held.peak_allocated == pytest.approx(said.peak_allocated, rel=0.015)
+    assert (held.host, held.nvme) == pytest.approx((said.host, said.nvme), rel=0.01)

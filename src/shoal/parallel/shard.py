@@ -139,11 +139,9 @@ def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) 
 
 def _values(parameter: nn.Parameter) -> int:
     """Of one that is packed, those that its bytes stand for."""
-    return (
-        parameter.numel()
-        if parameter.dtype != PACKED
-        else len(parameter) * unpacked_width(parameter.shape[1])
-    )
+    if parameter.dtype != PACKED:
+        return parameter.numel()
+    return parameter.shape[:-1].numel() * unpacked_width(parameter.shape[-1])
 
 
 def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
@@ -336,8 +334,10 @@ def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str,
 
 def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
-    first = min(index * even_share(box.shape[0], ranks), box.shape[0])
     rows = local_tensor(held.parameter) if held.home is None else held.home
+    if sharded_dimension(box.shape, ranks):
+        return slice_of(rows, box.whole, rows_of_each(box, ranks, index).offset, held.home_file)
+    first = min(index * even_share(box.shape[0], ranks), box.shape[0])
     return slice_of(rows, box.whole, (box.offset[0] + first, *box.offset[1:]), held.home_file)
 
 

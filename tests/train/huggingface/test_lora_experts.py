@@ -16,6 +16,7 @@ from tests.train.huggingface.test_round_trip import OPTIONS, plain_loop
 from torch import nn
 
 from shoal.facts.problem import BadInput
+from shoal.parallel.packed import rounded
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "kv_b_proj", "o_proj"]
@@ -40,14 +41,14 @@ def save_adapter(model: nn.Module, into: Path, modules: list[str], weights: list
     adapted.save_pretrained(str(into))
 
 
-def options(base: Path, adapter: Path | None, targets: list[str], **others: Any) -> dict[str, Any]:
+def options(directory: Path, adapter: Path | None, targets: list[str], **others: Any) -> dict[str, Any]:
     lora = {"rank": 3, "alpha": 6, "targets": targets, **others}
     lora |= {} if adapter is None else {"init_from": str(adapter)}
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in lora.items())
     return {
         **OPTIONS,
-        "model__path": str(base),
-        "model__init_from": str(base),
+        "model__path": str(directory),
+        "model__init_from": str(directory),
         "model__lora": f"{{{table}}}",
     }
 
@@ -78,6 +79,21 @@ def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
     assert (logits(with_adapter(load(base), tmp_path / "peft")) - trained).abs().max() < 1e-5
     assert export(run.directory.path, tmp_path / "merged") == 0
     assert (logits(load(tmp_path / "merged")) - trained).abs().max() < 1e-5
+
+
+def test_merged_experts_of_four_bits_are_as_they_were_used(train: Train, tmp_path: Path) -> None:
+    base = tmp_path / "model"
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    theirs = save_random("qwen3_moe", base, **wide).state_dict()
+    run = train("run", "fsdp=2,ep=2", **options(base, None, ATTENTION, base="nf4"))
+    assert run.report.code == 0, run.report.message
+    assert export(run.directory.path, tmp_path / "merged") == 0
+    ours = load(tmp_path / "merged").state_dict()
+    for name in (one for one in theirs if ".experts." in one):
+        packed = rounded(theirs[name].flatten(0, 1), torch.float32).view_as(theirs[name])
+        assert torch.equal(ours[name], packed) and not torch.equal(packed, theirs[name]), name
+    name = "model.layers.1.mlp.gate.weight"
+    assert torch.equal(ours[name], theirs[name])
 
 
 def test_what_peft_has_no_counterpart_for(

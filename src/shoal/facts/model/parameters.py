@@ -175,6 +175,11 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return name.startswith(BLOCKS) and len(shape) == 2 and not name.endswith(ROUTER) and not is_adapter(name)
 
 
+def is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is a projection of all routed experts of a block."""
+    return name.startswith(BLOCKS) and len(shape) == 3
+
+
 def is_adapter(name: str) -> bool:
     """By a canonical name."""
     return name.endswith((*(f".{factor}.weight" for factor in LORA_FACTORS), f".{MAGNITUDE}"))

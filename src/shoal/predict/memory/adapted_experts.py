@@ -2,7 +2,8 @@
 
 Frozen experts keep nothing that they read: of gate and up what their gradients need, and what they made of every token,
 which its weights' gradient needs. These always have one, for the routers' tally is there (``models/router.py``); tokens
-have one where anything before them is trained. In the backward pass the experts that every token uses come last.
+have one where anything before them is trained. In the backward pass the experts that every token uses come last. Of
+experts in 4 bits one projection at a time is there as it is used.
 """
 
 from __future__ import annotations
@@ -87,7 +88,14 @@ def adapted_experts(
     if streamed:
         # As in a block that is trained, but that what their way out reads is not there.
         moments.append(BlockPeak(held - routed.sent + stream + gathered + (1 + WAYS_IN) * inner, 1))
-        into = held - of_routed + stream + gathered + 2 * routed.whole
+        into = (
+            held
+            - of_routed
+            + stream
+            + gathered
+            + 2 * routed.whole
+            + _unpacked(model, experts, adapters, work)
+        )
         moments.append(BlockPeak(into + inner, 1))
     moments += _shared(adapters, experts, kept, held - of_routed, stream, whole, of_shared, model, work)
     after_mlp = held - kept.mlp - kept.second_norm
@@ -96,6 +104,7 @@ def adapted_experts(
     if experts.shared:
         deferred += what_is_read(adapters, INTO_MLP, c, whole, False) + of_shared * has("down_proj")
     opening = kept.all - routed.sent + stream + gathered + routed.whole + inner * streamed
+    opening += _unpacked(model, experts, adapters, work) * streamed
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in moments),
@@ -132,23 +141,33 @@ def _in_forward(
     known += (0.0 if kept.has_input else stream) + (stream if work.sp else 0.0)
     # Where there is no grouped product, its parts are put together.
     product = known + inner + (0.0 if work.compute == GROUPED_WIDTH else routed.whole)
+    product += _unpacked(model, experts, adapters, work)
     entered = stream
     if work.tp > 1 and work.ep > 1:
         # Tokens as they came and in order; results of all ranks' features, and a copy in the order of ranks.
         moment = known + 2 * routed.whole + 2 * routed.sent + routed.crossed
+        moment = max(moment, product + routed.whole + 2 * routed.sent)
         forward, entered = moment, stream + whole / work.tp + (beside if work.sp else 0.0)
     elif work.ep > 1:
-        moment = known + 2 * routed.sent + routed.crossed
-        forward = max(moment, product + routed.sent)
+        forward = moment = max(known + 2 * routed.sent + routed.crossed, product + routed.sent)
     elif work.tp > 1:
         moment = known + whole  # added up
         # As it leaves, with what shared experts made of it; in the order of ranks.
         leaving = moment + beside + (stream if work.sp else whole)
         forward = max(product, leaving + (whole if work.sp and work.rows > 1 else 0.0))
+        moment = max(moment, product)
         entered = stream + (whole if work.sp else 0.0)
     else:
         moment = forward = product
     return forward + (0.0 if kept.has_input else stream), moment + entered
+
+
+def _unpacked(model: Model, experts: Experts, adapters: Adapters, work: BlockWorkload) -> float:
+    """In 4 bits: one projection of all experts here, as it is used."""
+    if adapters.base != "nf4":
+        return 0.0
+    each = even_share(experts.ffn, work.tp) * model.hidden
+    return float(work.compute * (experts.count // work.ep) * each)
 
 
 def _shared(

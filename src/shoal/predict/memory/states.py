@@ -8,7 +8,7 @@ from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_paramet
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import OffDevice, away_bytes, leaves_early, off_device, staged_bytes, waiting
-from shoal.facts.layout.parameter_groups import DENSE
+from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
@@ -81,7 +81,11 @@ def _frozen(rank: RankInventory) -> float:
     whole = rank.hold.frozen * count
     if rank.workload.lora.base != "nf4":
         return whole
-    packed = total.projections / (rank.workload.groups[DENSE].sharded.size if rank.sharded else 1)
+    packed = float(total.projections)
+    if rank.sharded:
+        groups = rank.workload.groups
+        dense, routed = groups[DENSE].sharded.size, groups.get(EXPERTS, groups[DENSE]).sharded.size
+        packed = (total.projections - total.packed_experts) / dense + total.packed_experts / routed
     return whole - (rank.hold.frozen - rank.workload.gathered_width) * packed
 
 

@@ -1,6 +1,6 @@
 """Time of unpacking frozen weights that rest in 4 bits (QLoRA): a layer's, before it is used in either pass.
 
-Priced by bytes alone: codes and scales are read, bf16 is written; never measured. Routed experts rest as they are used.
+Priced by bytes alone: codes and scales are read, bf16 is written; never measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ MOVED = float(WIDTH) + 2
 
 def unpacked(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds) -> Seconds:
     """``plain``: the layer with weights as they are used."""
-    parameters = sum(one.parameters for one in products(model, share) if not one.routed)
+    parameters = sum(one.parameters for one in products(model, share))
     each = kernels.moved(MOVED * parameters)
     return plain._replace(forward=plain.forward + each, input=plain.input + each, full=plain.full + each)

@@ -158,7 +158,8 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     )
     each = even_share(elements * here.sparse, count * shards) * shards
     gathers = Unit(()).gathers(each, workload.tune.persist_below)
-    travelling = [Travelling(each, each if group.trained else 0, count, gathers)]
+    narrow = each if _in_four_bits(workload) else 0
+    travelling = [Travelling(each, each if group.trained else 0, count, gathers, narrow)]
     return (shard.unit_calls if group.zero == 3 else shard.bucket_calls)(workload, travelling, group)
 
 
@@ -194,7 +195,11 @@ def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Tra
     gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
     moving = with_gradients(workload, tensors) if workload.groups[EXPERTS].trained else []
     reduced = sum(padded_size(tensor, shards) for tensor in moving)
-    return Travelling(elements, reduced, 1, gathers)
+    return Travelling(elements, reduced, 1, gathers, elements if _in_four_bits(workload) else 0)
+
+
+def _in_four_bits(workload: Workload) -> bool:
+    return workload.lora is not None and workload.lora.base == "nf4"
 
 
 def _bucket_count(workload: Workload, here: RankParameters) -> int:
