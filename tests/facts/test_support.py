@@ -133,6 +133,24 @@ def test_optimizers_that_are_run(optimizer: str) -> None:
     assert support.missing(config, TINY, Layout()) == []
 
 
+def test_routed_experts_have_no_adapters() -> None:
+    """Whatever else a model with experts has, may have some."""
+    attention, mlp = ["q_proj", "o_proj"], ["down_proj"]
+    for targets, name, wrong in (
+        (attention, "mixtral-8x7b", None),
+        (mlp, "qwen3-30b-a3b", "down_proj"),
+        (["gate"], "mixtral-8x7b", "gate"),  # a router is no projection
+        (["q_b_proj", *mlp], "deepseek-v3", None),  # of dense layers and shared experts
+        (["q_proj"], "deepseek-v3", "q_proj"),
+    ):
+        asked = Config.model_validate({"model": {"lora": {"targets": targets}}})
+        found = support.missing(asked, PRESETS[name], Layout.parse("fsdp=8,ep=8"))
+        assert [repr(wrong) in one.what for one in found] == ([True] if wrong else [])
+        assert [("routed experts" in one.what) == (wrong == "down_proj") for one in found] == [True] * len(
+            found
+        )
+
+
 def test_blocks_of_four_bits_are_not_cut() -> None:
     asked = Config.model_validate({"model": {"lora": {"base": "nf4"}}})
     model = PRESETS["llama3-8b"]

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import RECOMPUTES, Layout, Recompute
 from shoal.facts.layout.kept import kept_tensors
-from shoal.facts.model import Adapters, Model
+from shoal.facts.model import Adapters, Experts, Model
 from shoal.models.attention import attend
 from shoal.models.decoder import build
 from shoal.models.documents import Documents
@@ -172,6 +172,29 @@ def test_adapters_drop_the_same_compiled(kind: str) -> None:
     compiled(ours)
     for some, theirs in zip(found, expected, strict=True):
         assert_close(some, theirs, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_adapters_beside_experts_of_four_bits_are_compiled(kind: Recompute) -> None:
+    torch.compiler.reset()
+    adapters = Adapters(rank=4, alpha=8.0, targets=("q_proj", "o_proj"), base="nf4")
+    wide = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64, "layers": 2}
+    experts = {"family": "qwen3_moe", "qk_norm": True, "experts": Experts(count=4, active=2, ffn=64)}
+    model = Model(**{**SHAPE, **wide, **experts, "adapters": adapters})
+
+    def placed(backend: str | None) -> Placed:
+        found = place(model, backend, f"recompute={kind}", compute=torch.bfloat16)
+        for piece in found.gradients.pieces:
+            piece.tensor.data.copy_(torch.linspace(-1, 1, piece.tensor.numel()).view_as(piece.tensor))
+        return found
+
+    expected = step(placed(None), [rows(model)])
+    ours = placed("aot_eager")
+    found = step(ours, [rows(model)])
+    compiled(ours)
+    for some, theirs in zip(found, expected, strict=True):
+        assert_close(some, theirs, 3e-2)
 
 
 def test_what_cannot_be_compiled_runs_eager() -> None:

@@ -103,6 +103,13 @@ OFFLOADED = [
     ("micro=4,recompute=full,offload=params:0.5", ["q_proj", "v_proj"], "bf16"),
     ("micro=4,offload=optimizer", EVERY, "bf16"),
     ("micro=4,recompute=selective,offload=activations", ["q_proj", "v_proj"], "bf16"),
+    # The base in files, and what adapters have of states and gradients with it.
+    ("fsdp=2,micro=1,recompute=full,offload=params@nvme", EVERY, "nf4"),
+    ("tp=2,micro=2,recompute=full,offload=params@nvme", EVERY, "bf16"),
+    ("fsdp=2,zero=1,micro=2,recompute=full,offload=optimizer+params@nvme", EVERY, "bf16"),
+    ("dp=2,micro=2,recompute=full,offload=params@nvme", EVERY, "nf4"),
+    ("pp=2,micro=1,recompute=full,offload=params@nvme", EVERY, "bf16"),
+    ("micro=4,recompute=full,offload=params:0.5@nvme", EVERY, "bf16"),
 ]
 
 
@@ -125,6 +132,11 @@ OF_OFFLOAD = (
     "fsdp=2,zero=1,offload=optimizer+params",
     "fsdp=2,pp=2,recompute=full,offload=params+activations",
     "dp=2,offload=optimizer+params:0.5",
+    "fsdp=2,offload=params@nvme",
+    "offload=params@nvme",
+    "fsdp=2,zero=1,recompute=full,offload=params@nvme",
+    "tp=2,offload=params@nvme",
+    "pp=2,offload=optimizer+params:0.5@nvme",
 )
 
 
@@ -244,6 +256,8 @@ OF_QLORA = (
     "fsdp=2,recompute=selective",
     "fsdp=2,offload=params",
     "tp=2,recompute=full",
+    "fsdp=2,offload=params@nvme",
+    "tp=2,offload=params@nvme",
     "pp=2",
     "fsdp=2,tp=2",
 )

@@ -13,7 +13,13 @@ from fractions import Fraction
 
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import Parameter, block_parameters, is_adapter
+from shoal.facts.model.parameters import (
+    Parameter,
+    block_parameters,
+    expert_parameters,
+    is_matrix,
+    is_stack,
+)
 from shoal.facts.model.tensor_split import tensor_part
 
 BLOCK = 64
@@ -44,8 +50,13 @@ AT_ONCE = 1 << 20
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether it is one of the weights that rest so: matrices of blocks, but for adapters."""
-    return parameter.layer is not None and len(parameter.shape) == 2 and not is_adapter(parameter.name)
+    """Whether it is one of the weights that rest so."""
+    return packs(parameter.name, parameter.shape)
+
+
+def packs(name: str, shape: tuple[int, ...]) -> bool:
+    """By a canonical name: a block's projections, and those of its routed experts."""
+    return is_matrix(name, shape) or is_stack(name, shape)
 
 
 def unpacked_width(packed: int) -> int:
@@ -61,6 +72,10 @@ def packed_width(values: int) -> int:
 
 def cut_blocks(model: Model, layout: Layout) -> Iterator[str]:
     """Projections of which tensor ranks would have parts of a block of 64 values."""
-    for parameter in block_parameters(model, False):
+    for parameter in (
+        *block_parameters(model, False),
+        *block_parameters(model, True),
+        *expert_parameters(model),
+    ):
         if is_packed(parameter) and tensor_part(parameter, layout.tp, 0).box.shape[1] % BLOCK:
             yield parameter.name.rsplit(".", 2)[-2]

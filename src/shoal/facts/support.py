@@ -13,7 +13,13 @@ from shoal.facts.layout.stages import cut
 from shoal.facts.layout.updates import stage_parameters
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
+from shoal.facts.model.parameters import (
+    BLOCKS,
+    block_parameters,
+    expert_parameters,
+    is_matrix,
+    llama_parameters,
+)
 from shoal.facts.nf4 import BLOCK, cut_blocks
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
@@ -38,7 +44,7 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
-    if model is not None and model.experts is None and config.model.lora is not None:
+    if model is not None and config.model.lora is not None:
         lacking += _unmatched_targets(config.model.lora, model)
         if config.model.lora.base == "nf4":
             lacking += _cut_blocks(model, layout)
@@ -120,10 +126,6 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     """What an update on the host's cores does not go with."""
-    params = waiting(layout.offload, "params")
-    if config.model.lora is not None and params is not None and params.nvme:
-        # A frozen base is filled in memory, and nothing writes it to files.
-        yield "layout: offload=params@nvme with model.lora", "offload=params"
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"
@@ -259,13 +261,16 @@ def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
 
 def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
     """Targets of adapters that no block has."""
-    projections = [
-        one.name.rsplit(".", 2)[-2] for one in block_parameters(model, False) if len(one.shape) == 2
-    ]
+    every = (*block_parameters(model, False), *block_parameters(model, True))
+    projections = list(
+        dict.fromkeys(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
+    )
     wrong = [target for target in lora.targets if target not in projections]
     if wrong:
+        routed = any(one.name.rsplit(".", 2)[-2] == wrong[0] for one in expert_parameters(model))
+        frozen = " but those of routed experts, which stay frozen" if routed else ""
         yield Problem(
-            f"model.lora.targets: {model.name} has no projection {wrong[0]!r}",
+            f"model.lora.targets: {model.name} has no projection {wrong[0]!r}{frozen}",
             f"some of {', '.join(projections)}",
             "model.lora",
         )
@@ -285,8 +290,6 @@ def _cut_blocks(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
-    if model.experts is not None and config.model.lora is not None:
-        yield f"model.lora with the experts of {model.name}", "a model without experts; or leave it out"
     if model.experts is not None and config.recipe.precision == "fp8":
         yield f'recipe.precision = "fp8" with the experts of {model.name}', 'recipe.precision = "bf16"'
     for key in ("router_aux", "router_z"):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from shoal.facts.model import Model
 from shoal.models.mix import mix_rows
 from shoal.models.mlp import ACTIVATIONS, MLP
+from shoal.models.nf4 import PACKED, unpacked_beside
 from shoal.models.router import Router, RouterLosses, Routing
 
 # What torch's grouped product multiplies on every device, compiled and without data too (2.11 to 2.13); it wants rows
@@ -130,13 +131,39 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if takes_groups(x, weight):
-            # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
-            return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        parts = x.split(on_host(counts[None], x.shape[0])[0])
-        return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight.unbind(), strict=True)])
+        if self.weight.dtype == PACKED:
+            packed: Tensor = _PackedGroups.apply(x, self.weight, ends)
+            return packed
+        return grouped_product(x, self.weight.to(x.dtype).transpose(1, 2), ends)
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[N, in], sorted, and [experts, in, out] → [N, out]."""
+    if takes_groups(x, weight):
+        # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
+        return torch._grouped_mm(x, weight, offs=ends)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    parts = x.split(on_host(counts[None], x.shape[0])[0])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)])
+
+
+class _PackedGroups(torch.autograd.Function):
+    """The grouped product with frozen matrices in 4 bits, which are unpacked for each pass (``models/nf4.py``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, ends)
+        return grouped_product(x, _unpacked(packed, x).transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        packed, ends = ctx.saved_tensors
+        return grouped_product(gradient, _unpacked(packed, gradient), ends), None, None
+
+
+def _unpacked(packed: Tensor, beside: Tensor) -> Tensor:
+    return unpacked_beside(packed.flatten(0, 1), beside).unflatten(0, packed.shape[:2])
 
 
 def takes_groups(x: Tensor, weight: Tensor) -> bool:
@@ -202,12 +229,12 @@ class MixtureOfExperts(nn.Module):
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """``positions`` and ``noise`` are for adapters, which experts have none of."""
+        """``positions``, ``noise``: those of all tokens, for adapters of experts that every token uses."""
         tokens, routed = self.route(x)
         arriving, sent = self.travel.send(tokens, routed)
         del tokens  # what has left takes no room
         # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
-        shared = None if self.shared_experts is None else self.shared_experts(routed.x)
+        shared = None if self.shared_experts is None else self.shared_experts(routed.x, positions, noise)
         return self.sum(routed.x, self.experts(arriving, sent, routed.weights, routed.order), shared)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routed]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from shoal.facts.input.untrusted_files import parse_json, read_bytes
 from shoal.facts.model import Model
-from shoal.facts.model.checkpoint_views import View, intersect, views
+from shoal.facts.model.checkpoint_views import intersect, tensors_of_parameters, views_by_tensor
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput
@@ -47,8 +46,10 @@ def fill_slices(model: Model, read: ReadBox, slices: Iterable[tuple[str, Slice]]
     wanted: dict[str, list[Slice]] = {}
     for name, part in slices:
         wanted.setdefault(name, []).append(part)
-    for name, boxes in _by_tensor(model):
-        for box in boxes:
+    every, of = views_by_tensor(model), tensors_of_parameters(model)
+    # Once each, in no order but that of what is asked for: a tensor may be asked for by itself.
+    for name in dict.fromkeys(tensor for parameter in wanted for tensor in of.get(parameter, ())):
+        for box in every[name]:
             for part in wanted.get(box.canonical, ()):
                 overlap = intersect(box, part.offset, tuple(part.local.shape))
                 if overlap is None:
@@ -59,12 +60,6 @@ def fill_slices(model: Model, read: ReadBox, slices: Iterable[tuple[str, Slice]]
                     first, *rest = overlap.tensor_offset
                     shape = (stop - start, *overlap.tensor_shape[1:])
                     ours[start:stop].copy_(read(name, (first + start, *rest), shape))
-
-
-def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
-    """Each of Hugging Face's tensors with the boxes that it is made of."""
-    for name, boxes in itertools.groupby(views(model), key=lambda view: view.tensor):
-        yield name, list(boxes)
 
 
 def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

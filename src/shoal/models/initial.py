@@ -23,8 +23,9 @@ class Slice(NamedTuple):
     local: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    # Reads the values where these are in a file, and ``local`` has a shape alone.
+    # Where the values are in a file, and ``local`` has a shape alone: reads them, and writes others.
     read: Callable[[], Tensor] | None = None
+    write: Callable[[Tensor], None] | None = None
 
     @property
     def values(self) -> Tensor:
@@ -34,6 +35,10 @@ class Slice(NamedTuple):
 
 # Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
 Fill = Callable[[list[tuple[str, Slice]]], None]
+
+
+def no_weights(slices: list[tuple[str, Slice]]) -> None:
+    """Where a checkpoint is about to give the weights, their first values need not be known."""
 
 
 def whole(name: str, parameter: Tensor) -> Slice:
@@ -61,7 +66,7 @@ def initialise(
 @torch.no_grad()
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
     """As ``initialise``, for the parts that are here of the parameters of these names."""
-    for name, (local, global_shape, offset, _) in slices:
+    for name, (local, global_shape, offset, *_) in slices:
         if name.endswith(("bias", f"{LORA_FACTORS[1]}.weight")):
             local.zero_()
         elif name.endswith(f"{LORA_FACTORS[0]}.weight"):

@@ -114,5 +114,5 @@ class PackedProduct(torch.autograd.Function):
 
 
 def packed_like(weight: Tensor) -> Tensor:
-    """Room for the bytes of a weight, where it is."""
-    return weight.new_empty(weight.shape[0], packed_width(weight.shape[1]), dtype=PACKED)
+    """Room for the bytes of a weight, or of several in a stack, where it is."""
+    return weight.new_empty(*weight.shape[:-1], packed_width(weight.shape[-1]), dtype=PACKED)

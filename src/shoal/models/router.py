@@ -157,21 +157,27 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Of a frozen router none of what it read is kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype, ctx.as_they_are = x.dtype, _as_they_are(x, weight)
         wide = torch.promote_types(x.dtype, torch.float32)
-        if _as_they_are(x, weight):
+        if ctx.as_they_are:
             return torch.mm(x.flatten(0, -2), weight.T, out_dtype=wide).unflatten(0, x.shape[:-1])
         return torch.nn.functional.linear(x.to(wide), weight.to(wide))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        if _as_they_are(x, weight):
-            gradient = gradient.to(x.dtype)
-        rows = gradient.flatten(0, -2)
-        of_weight = rows.T @ x.flatten(0, -2).to(gradient.dtype)
-        return (gradient @ weight.to(gradient.dtype)).to(x.dtype), of_weight.to(weight.dtype)
+        if ctx.as_they_are:
+            gradient = gradient.to(ctx.dtype)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = gradient.flatten(0, -2)
+            of_weight = (rows.T @ x.flatten(0, -2).to(gradient.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+        return of_x, of_weight
 
 
 def _as_they_are(x: Tensor, weight: Tensor) -> bool:

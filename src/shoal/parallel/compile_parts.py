@@ -73,7 +73,9 @@ class InParts:
         del tokens
         shared = None
         if mixture.shared_experts is not None:
-            shared = graph(kind, type(mixture.shared_experts).forward, mixture.shared_experts, x)
+            shared = graph(
+                kind, type(mixture.shared_experts).forward, mixture.shared_experts, x, positions, noise
+            )
         self.compiled_experts = True
         try:
             mixed = mixture.experts(arriving, sent, weights, order)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from shoal.facts.nf4 import AT_ONCE, unpacked_width
+from shoal.models.experts import GroupedLinear
 from shoal.models.initial import Fill, Slice
 from shoal.models.linear import Linear
 from shoal.models.nf4 import PACKED, pack, packed_like, unpack
 
 
 def pack_weights(blocks: Iterable[nn.Module]) -> None:
-    """In blocks on the meta device, room for bytes in the place of every projection's weight; not of adapters."""
+    """In blocks on the meta device, room for bytes in the place of every projection's weight, routed experts' too; not
+    of adapters."""
     for module in (child for block in blocks for child in block.modules()):
-        if isinstance(module, Linear) and not module.weight.requires_grad:
+        if isinstance(module, Linear | GroupedLinear) and not module.weight.requires_grad:
             module.weight = nn.Parameter(packed_like(module.weight), requires_grad=False)
 
 
@@ -26,13 +28,30 @@ def fill_packed(weights: Iterable[tuple[str, Slice]], give: Fill) -> None:
     for name, part in weights:
         if part.local.dtype != PACKED:
             continue
-        count, width = part.local.shape[0], unpacked_width(part.local.shape[1])
-        step = max(1, AT_ONCE // width)
-        for start in range(0, count, step):
-            bytes_of = part.local[start : start + step]
-            rows = torch.empty(len(bytes_of), width, device=part.local.device)
-            give([(name, Slice(rows, part.global_shape, (part.offset[0] + start, *part.offset[1:])))])
-            bytes_of.copy_(pack(rows))
+        for matrix in matrices(part):
+            count, width = matrix.local.shape[0], unpacked_width(matrix.local.shape[1])
+            step = max(1, AT_ONCE // width)
+            for start in range(0, count, step):
+                bytes_of = matrix.local[start : start + step]
+                rows = torch.empty(len(bytes_of), width, device=part.local.device)
+                give([(name, rows_of(matrix, rows, start, matrix.offset[-1]))])
+                bytes_of.copy_(pack(rows))
+
+
+def matrices(part: Slice) -> Iterator[Slice]:
+    """Of a part of a stack each expert's, by rows and columns; a part of a matrix as it is."""
+    if part.local.dim() == 2:
+        yield part
+        return
+    for number, local in enumerate(part.local):
+        yield Slice(local, part.global_shape, (part.offset[0] + number, *part.offset[1:]))
+
+
+def rows_of(matrix: Slice, rows: torch.Tensor, start: int, column: int) -> Slice:
+    """To be filled: some rows of it, from ``start`` on, from a column of the whole on."""
+    *experts, first, _ = matrix.offset
+    values = rows if not experts else rows[None]
+    return Slice(values, matrix.global_shape, (*experts, first + start, column))
 
 
 def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

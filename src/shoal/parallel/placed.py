@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.models.initial import Fill, Slice
+from shoal.models.initial import Fill, Slice, no_weights
 from shoal.models.nf4 import PACKED
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
@@ -105,9 +105,24 @@ class Placed:
 
     def fill_frozen(self, give: Fill) -> None:
         """Give the frozen weights their values; checkpoints do not have those of a base under adapters."""
-        fill_packed(self.frozen, give)
-        if plain := [one for one in self.frozen if one[1].local.dtype != PACKED]:
+        here = [one for one in self.frozen if one[1].write is None]
+        fill_packed(here, give)
+        if plain := [one for one in here if one[1].local.dtype != PACKED]:
             give(plain)
+        for name, part in self.frozen:
+            if part.write is None or give is no_weights:
+                continue
+            # One after another, and computed on the device, as those that are updated elsewhere.
+            values = torch.empty(part.local.shape, dtype=part.local.dtype, device=self.host.device)
+            filled = part._replace(local=values, read=None, write=None)
+            if values.dtype == PACKED:
+                fill_packed([(name, filled)], give)
+            else:
+                give([(name, filled)])
+            part.write(values)
+            del values, filled
+            if self.host.device.type == "cpu":
+                give_back_what_is_free()
 
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
         """Bring the weights that the network reads up to date, on all ranks, with the pieces' new values.

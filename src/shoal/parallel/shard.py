@@ -41,7 +41,7 @@ from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.params import GatheredFromHome
 from shoal.parallel.replica_sums import ReplicaSums
-from shoal.parallel.shards import HeldParameter, Shard, counts, hand, updated
+from shoal.parallel.shards import HeldParameter, Shard, counts, hand, slice_of, updated
 from shoal.parallel.stage_module import StageModule, fill_storage, local_tensor
 
 
@@ -139,11 +139,9 @@ def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) 
 
 def _values(parameter: nn.Parameter) -> int:
     """Of one that is packed, those that its bytes stand for."""
-    return (
-        parameter.numel()
-        if parameter.dtype != PACKED
-        else len(parameter) * unpacked_width(parameter.shape[1])
-    )
+    if parameter.dtype != PACKED:
+        return parameter.numel()
+    return parameter.shape[:-1].numel() * unpacked_width(parameter.shape[-1])
 
 
 def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
@@ -273,8 +271,12 @@ def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter])
     Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
     """
     found: dict[str, nn.Parameter] = {}
+    seen = set()
     for module in _sharded_modules(root.module):
         group = _group(module)
+        if group is not None and id(group) in seen:
+            continue  # modules that are one unit have one group; what rests in files cannot be gathered again yet
+        seen.add(id(group))
         resting = [one for one in (group.fsdp_params if group else ()) if one.sharded_param in homes]
         for one in resting:
             fill_storage(one.sharded_param)
@@ -332,21 +334,18 @@ def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str,
 
 def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
-    first = min(index * even_share(box.shape[0], ranks), box.shape[0])
     rows = local_tensor(held.parameter) if held.home is None else held.home
-    return Slice(rows, box.whole, (box.offset[0] + first, *box.offset[1:]))
+    if sharded_dimension(box.shape, ranks):
+        return slice_of(rows, box.whole, rows_of_each(box, ranks, index).offset, held.home_file)
+    first = min(index * even_share(box.shape[0], ranks), box.shape[0])
+    return slice_of(rows, box.whole, (box.offset[0] + first, *box.offset[1:]), held.home_file)
 
 
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working
-    in_file = piece.held.home_file
-    return Slice(
-        values,
-        piece.box.whole,
-        (piece.box.offset[0] + first, *piece.box.offset[1:]),
-        None if in_file is None else in_file.read,
-    )
+    offset = piece.box.offset[0] + first, *piece.box.offset[1:]
+    return slice_of(values, piece.box.whole, offset, piece.held.home_file)
 
 
 def _reduce_now(root: FSDPModule) -> None:

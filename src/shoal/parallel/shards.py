@@ -123,6 +123,8 @@ class WeightFile(Protocol):
 
     def read(self) -> Tensor: ...
 
+    def write(self, values: Tensor) -> None: ...
+
     def start_write(self, start: int, values: Tensor) -> FileTransfer: ...
 
 
@@ -367,15 +369,24 @@ def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
     return [
         (
             one.name,
-            Slice(
+            slice_of(
                 one.parameter.data if one.home is None else one.home,
                 one.part.box.whole,
                 one.part.box.offset,
-                None if one.home_file is None else one.home_file.read,
+                one.home_file,
             ),
         )
         for one in held
     ]
+
+
+def slice_of(
+    values: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], in_file: WeightFile | None
+) -> Slice:
+    """Of a parameter, what rests here, or in a file of this rank's."""
+    if in_file is None:
+        return Slice(values, whole, offset)
+    return Slice(values, whole, offset, in_file.read, in_file.write)
 
 
 def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:

@@ -85,6 +85,8 @@ def split_mixture(mixture: MixtureOfExperts, stream: TensorRegion) -> None:
         return stream.enter(x), Routing(stream.enter(routing.weights), chosen)
 
     mixture.enter, mixture.leave = enter, stream.leave
+    if mixture.shared_experts is not None:
+        mixture.shared_experts.down_proj.sum_rows = stream.total
     if stream.sp:
         mixture.gate.complete = lambda counts: all_reduce(counts, stream.group)
 

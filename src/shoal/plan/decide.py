@@ -10,7 +10,7 @@ from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import Lora
 from shoal.facts.layout import OFFLOADABLE, Offload
 from shoal.facts.layout.offload import waiting
-from shoal.facts.model.parameters import parameter_count
+from shoal.facts.model.parameters import attention_projections, parameter_count
 from shoal.plan.amounts import DAY, HOUR
 from shoal.plan.batch import BatchAdvice, batch_advice
 from shoal.plan.choose import Chosen
@@ -246,7 +246,7 @@ def _lora(asked: PlanRequest) -> list[str]:
     """Whether low-rank additions would fit one GPU, where all weights do not."""
     if asked.lora is not None:
         return []
-    plan = _on_one(replace(asked, lora=Lora()))
+    plan = _on_one(replace(asked, lora=Lora(targets=list(attention_projections(asked.model)))))
     if plan is None:
         return []
     marked = "" if plan.runs else f" ({UNRUN})"

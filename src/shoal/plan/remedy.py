@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.legality import Case, broken
+from shoal.facts.model.parameters import attention_projections
 from shoal.facts.recipe import Recipe
 from shoal.plan.amounts import seconds_per_step
 from shoal.plan.explain import GIB
@@ -114,10 +115,11 @@ def _leaner(asked: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             except ValidationError:
                 continue  # this optimizer has no such states
             yield what, replace(asked, recipe=lean)
+    usual = Lora(targets=list(attention_projections(asked.model)))
     if lora is None:
-        yield f"LoRA with rank {Lora().rank}", replace(asked, lora=Lora())
-    if asked.model.experts is None and (lora is None or lora.base != "nf4"):
-        packed = (lora or Lora()).model_copy(update={"base": "nf4"})
+        yield f"LoRA with rank {usual.rank}", replace(asked, lora=usual)
+    if lora is None or lora.base != "nf4":
+        packed = (lora or usual).model_copy(update={"base": "nf4"})
         yield f"QLoRA with rank {packed.rank}, frozen weights in 4 bits", replace(asked, lora=packed)
 
 

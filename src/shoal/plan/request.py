@@ -17,7 +17,7 @@ from shoal.facts.layout import Layout, nearest
 from shoal.facts.layout.legality import violations
 from shoal.facts.layout.stack_limits import RECIPES
 from shoal.facts.model import Model, presets
-from shoal.facts.model.parameters import active_parameter_count
+from shoal.facts.model.parameters import active_parameter_count, attention_projections
 from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
 from shoal.facts.recipe import Recipe, read_count
 from shoal.plan import compute_optimal
@@ -151,7 +151,10 @@ def plan_request(
     adapters = None
     if lora:
         kind, base = "dora" if dora else "lora", "nf4" if nf4 else "bf16"
-        adapters = Lora.model_validate({"rank": lora, "alpha": 2.0 * lora, "kind": kind, "base": base})
+        targets = list(attention_projections(found_model))
+        adapters = Lora.model_validate(
+            {"rank": lora, "alpha": 2.0 * lora, "kind": kind, "base": base, "targets": targets}
+        )
     used = STACKS[stack]
     if refused := list(unsupported(stack, found_recipe, adapters)):
         raise BadInput(refused)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import offloaded, waiting
-from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
+from shoal.facts.layout.parameter_groups import ADAPTERS, DENSE, EXPERTS
 from shoal.facts.layout.ranks import stride
 from shoal.facts.layout.updates import updated_ranges
 from shoal.facts.model import Model
@@ -16,6 +16,7 @@ from shoal.predict.optimizer_matrices import sharing_of
 from shoal.predict.rank_parameters import (
     ShardDegrees,
     expert_tensors,
+    named_factors,
     named_tensors,
     padded_size,
     rank_parameters,
@@ -44,7 +45,13 @@ def share_away(workload: Workload, what: str, stage: int = 0) -> float:
 
 def largest_piece(workload: Workload, stage: int) -> int:
     """Elements of the largest piece whose states are offloaded, of those that pipeline rank ``stage`` updates."""
-    return max(_away(workload, stage), default=0)
+    if workload.lora is None:
+        return max(_away(workload, stage), default=0)
+    # Adapters alone are updated. A chunk of a bucket may have all of one.
+    ranks = workload.groups[ADAPTERS].sharded.size if not _in_chunks(workload) else 1
+    here = rank_parameters(workload.layout, workload.model, workload.cut_by, stage)
+    factors = (one for each in here.stages for one in named_factors(workload, each, 0))
+    return max((padded_size(one, ranks) // ranks for one in factors), default=0)
 
 
 def _away(workload: Workload, stage: int) -> list[int]:

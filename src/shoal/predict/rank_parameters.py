@@ -25,10 +25,10 @@ from shoal.facts.model.parameters import (
     block_parameters,
     end_parameters,
     expert_parameters,
-    is_adapter,
     stacked_experts,
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
+from shoal.facts.nf4 import packs
 from shoal.predict.workload import Workload
 
 # A few layers are cut into buckets, and as many again: the difference is what further ones add.
@@ -322,6 +322,7 @@ class ParameterCount(NamedTuple):
     trained: int = 0
     trained_share: int = 0
     projections: int = 0  # of a block: what is gathered in fp8 or NF4, where anything is; what rests in NF4
+    packed_experts: int = 0  # of these, routed experts'
 
     def times(self, count: int) -> ParameterCount:
         return ParameterCount(*(count * value for value in self))
@@ -361,7 +362,11 @@ def block_count(
         projections=narrow_elements(body.sparse if experts else body.dense, degrees.ranks, lora)
     )
     if experts and model.experts:
-        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None, frozen)
+        routed = _stack(model, degrees.tp, degrees.ep)
+        stack = _counted(routed, degrees.expert_ranks, lora is None, frozen)
+        if lora is not None and lora.base == "nf4":
+            narrow = narrow_elements(routed, degrees.expert_ranks, lora)
+            stack = stack._replace(projections=narrow, packed_experts=narrow)
         found = total((found, stack))
     if lora is None:
         return found
@@ -427,7 +432,7 @@ def narrow_elements(component: Component, ranks: int, lora: Adapters | None) -> 
 
 def in_four_bits(tensor: RankTensor) -> bool:
     """Of a run that freezes weights so (``facts/nf4.py``)."""
-    return tensor.name.startswith(BLOCKS) and len(tensor.shape) == 2 and not is_adapter(tensor.name)
+    return packs(tensor.name, tensor.shape)
 
 
 def is_projection(tensor: RankTensor, ranks: int) -> bool:

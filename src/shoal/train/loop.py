@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.models.initial import no_weights
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.flight_recorder import (
     COMMIT,
@@ -43,7 +44,7 @@ from shoal.train.metrics.meter import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, counter_of, observed
 from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
-from shoal.train.program import Program, no_weights
+from shoal.train.program import Program
 from shoal.train.reference import ReferenceStore
 from shoal.train.run_directory import EARLY, RunDirectory, identity
 from shoal.train.scratch_files import open_files

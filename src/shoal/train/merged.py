@@ -11,7 +11,7 @@ from shoal.facts.model import Adapters, Model
 from shoal.facts.model.parameters import LORA_FACTORS, MAGNITUDE, adapter_parameters, beside, by_name
 from shoal.facts.nf4 import is_packed
 from shoal.models.initial import Fill, Slice
-from shoal.parallel.packed import rounded
+from shoal.parallel.packed import matrices, rounded, rows_of
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 
 # Elements of a frozen weight in memory at a time, beyond what a rank holds.
@@ -100,19 +100,20 @@ def in_nf4(base: Fill, model: Model) -> Fill:
         for name, part in slices:
             if name not in packed:
                 continue
-            (_, left), (_, columns) = part.offset, part.local.shape
-            for start, rows in _rows(base, name, part, torch.float32):
-                values = rounded(rows, part.local.dtype)
-                part.local[start : start + len(rows)].copy_(values[:, left : left + columns])
+            left, columns = part.offset[-1], part.local.shape[-1]
+            for matrix in matrices(part):
+                for start, rows in _rows(base, name, matrix, torch.float32):
+                    values = rounded(rows, part.local.dtype)
+                    matrix.local[start : start + len(rows)].copy_(values[:, left : left + columns])
 
     return fill
 
 
 def _rows(base: Fill, name: str, part: Slice, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     """Whole rows of a frozen weight, those that a part is of, some at a time; the first one's number in the part."""
-    width, count = part.global_shape[1], part.local.shape[0]
+    width, count = part.global_shape[-1], part.local.shape[0]
     step = max(1, AT_ONCE // width)
     for start in range(0, count, step):
         rows = torch.empty(min(step, count - start), width, dtype=dtype, device=part.local.device)
-        base([(name, Slice(rows, part.global_shape, (part.offset[0] + start, 0)))])
+        base([(name, rows_of(part, rows, start, 0))])
         yield start, rows

@@ -15,7 +15,7 @@ from shoal.facts.optimizers import WHOLE
 from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
-from shoal.models.initial import Fill, Slice
+from shoal.models.initial import Fill
 from shoal.models.lora import add_adapters
 from shoal.models.losses import loss_of
 from shoal.models.router import RouterLosses
@@ -145,10 +145,6 @@ def assemble(
     if tune.optimizer_in_backward:
         step.early = UpdatesInBackward(placed, optimizer, recipe)
     return step
-
-
-def no_weights(slices: list[tuple[str, Slice]]) -> None:
-    """Where a checkpoint is about to give the weights, their first values need not be known."""
 
 
 DTYPES = {

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import STRETCHES
-from shoal.facts.model import Model
+from shoal.facts.model import Adapters, Model
+from shoal.facts.model.parameters import is_adapter
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.models.initial import fill
+from shoal.models.initial import Fill, Slice, fill
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload import direct_files, state_files
 from shoal.parallel.offload.direct_files import DirectFiles, ScratchDamaged
@@ -46,6 +49,57 @@ def made(layout: str, files: DirectFiles | None = None, model: Model = TINY, **r
     asked = Recipe(**{"seq": SEQ, "batch": 4, "steps": 10, "precision": "fp64", "clip": 0.5, **recipe})
     mesh, values = Mesh(Layout.parse(layout), 0, torch.device("cpu")), partial(fill, model=model, seed=0)
     return assemble(blueprint(model, asked), asked, TuneSection(), mesh, values, files=files)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_frozen_base_is_made_one_parameter_at_a_time(
+    base: Literal["bf16", "nf4"], files: DirectFiles
+) -> None:
+    """And its files have, to the bit, what memory would have."""
+    adapters = Adapters(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), base=base)
+    model = TINY.model_copy(
+        update={"hidden": 64, "heads": 4, "head_dim": 16, "ffn": 128, "adapters": adapters}
+    )
+    given: list[ReferenceType[Tensor]] = []
+    together: list[int] = []
+
+    def watched(slices: list[tuple[str, Slice]]) -> None:
+        given.extend(ref(part.local) for name, part in slices if not is_adapter(name))
+        together.append(sum(one() is not None for one in given))
+        fill(slices, model=model, seed=0)
+
+    asked = Recipe(seq=SEQ, batch=4, steps=10, precision="fp32")
+
+    def frozen(layout: str, give: Fill) -> dict[str, Tensor]:
+        mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"))
+        opened = files if "nvme" in layout else None
+        step = assemble(blueprint(model, asked), asked, TuneSection(), mesh, give, files=opened)
+        assert all((part.read is not None) == ("nvme" in layout) for _, part in step.placed.frozen)
+        return {name: part.values for name, part in step.placed.frozen}
+
+    found = frozen("offload=params@nvme", watched)
+    assert max(together) == 1
+    expected = frozen("dp=1", partial(fill, model=model, seed=0))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_modules_of_one_unit_are_gathered_before_their_files_are_written(tmp_path: Path) -> None:
+    """Without a tied head the last block and the last norm are one: it is gathered once, and not from its files."""
+    run_ranks(2, _last_unit, tmp_path)
+
+
+def _last_unit(rank: int, world: int, directory: Path) -> None:
+    (directory / str(rank)).mkdir()
+    files, model = DirectFiles(directory / str(rank)), TINY.model_copy(update={"tied": False})
+    asked = Recipe(seq=SEQ, batch=4, steps=10, precision="fp64")
+    mesh, values = (
+        Mesh(Layout.parse("fsdp=2,offload=params@nvme"), rank, torch.device("cpu")),
+        partial(fill, model=model, seed=0),
+    )
+    step = assemble(blueprint(model, asked), asked, TuneSection(), mesh, values, files=files)
+    assert all(bool(part.values.isfinite().all()) for _, part in step.placed.weights)
+    files.close()
 
 
 def batches(step: Step, number: int) -> list[Batch]:

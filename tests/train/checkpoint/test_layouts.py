@@ -16,7 +16,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.tensor_split import range_boxes
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
-from shoal.models.initial import Slice, fill
+from shoal.models.initial import Slice, fill, no_weights
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import piece_slices
@@ -26,7 +26,6 @@ from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
 from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.optimizer import LossScale
-from shoal.train.program import no_weights
 from shoal.train.state import State
 
 KINDS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}

@@ -234,6 +234,43 @@ def test_a_run_goes_on_in_another_layout_and_writes_text(
     assert f"beside the weights of {base}" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_a_base_in_files_is_the_same_run(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a model directory, stopped and resumed in another layout; merged, evaluated and continued from."""
+    base = tmp_path / "model"
+    save_random("qwen2", base)
+    values = options(base, kind="dora") | {"checkpoint__every": 2, "checkpoint__keep": 9}
+    alone = train("alone", **values)
+    run = train("run", "fsdp=2,offload=params@nvme", **values)
+    assert run.losses == pytest.approx(alone.losses, abs=1e-5)
+    for place in run.directory.checkpoints.iterdir():
+        if place.name != "step-00000002":
+            shutil.rmtree(place)
+    run = train("run", "dp=1,recompute=full,offload=params:0.7@nvme", **values)
+    assert len(run.losses) == STEPS and run.losses == pytest.approx(alone.losses, abs=1e-5)
+    assert not list((run.directory.path / "scratch").glob("*"))
+    for name in ("alone", "run"):
+        assert export(tmp_path / name, tmp_path / f"{name}-merged") == 0
+    ours, theirs = (load(tmp_path / f"{name}-merged").state_dict() for name in ("run", "alone"))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+    capsys.readouterr()
+    said = []
+    for name in ("alone", "run"):
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", str(tmp_path / name), "--json"])
+        assert ended.value.code == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["sets"][0]["loss"] == pytest.approx(said[1]["sets"][0]["loss"], abs=1e-5)
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.directory.path), "--step", "4", "--layout", "offload=params@nvme"])
+    assert ended.value.code == 0
+    values["model__init_from"], values["recipe__steps"] = str(run.directory.path), 2
+    further = train("further", "offload=params@nvme", **values)
+    assert further.report.code == 0, further.report.message
+
+
 @pytest.mark.parametrize(
     "changes,said",
     [

@@ -6,8 +6,9 @@ the same projection of all experts of a layer; a checkpoint carries whatever its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import GEMMA_NAMES, MIXTRAL_NAMES, Parameter, llama_parameters, parameters
@@ -92,6 +93,24 @@ def canonical_parameters(model: Model) -> list[tuple[str, tuple[int, ...], bool]
 def views(model: Model) -> list[View]:
     """Every box of every checkpoint tensor. Together they cover each element of either side exactly once."""
     return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
+
+
+@lru_cache(maxsize=4)
+def views_by_tensor(model: Model) -> Mapping[str, Sequence[View]]:
+    """The boxes of every checkpoint tensor, by its name, in their order."""
+    found: dict[str, list[View]] = {}
+    for view in views(model):
+        found.setdefault(view.tensor, []).append(view)
+    return found
+
+
+@lru_cache(maxsize=4)
+def tensors_of_parameters(model: Model) -> Mapping[str, Sequence[str]]:
+    """The checkpoint tensors that each canonical parameter has a part of, in their order."""
+    found: dict[str, dict[str, None]] = {}
+    for view in views(model):
+        found.setdefault(view.canonical, {})[view.tensor] = None
+    return {name: tuple(tensors) for name, tensors in found.items()}
 
 
 def views_by_parameter(model: Model) -> dict[str, list[View]]:

@@ -19,6 +19,8 @@ POSITIONS = "model.embed_positions.weight"  # learned ones
 LORA_FACTORS = ("lora_A", "lora_B")
 # DoRA's lengths of rows, beside them; named as PEFT names it.
 MAGNITUDE = "lora_magnitude_vector"
+# How the canonical name of a router's matrix ends.
+ROUTER = ".mlp.gate.weight"
 # Norms of what attention and MLP give, where a model has them.
 ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
 
@@ -123,6 +125,14 @@ def expert_parameters(model: Model) -> tuple[Parameter, ...]:
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
 
 
+@lru_cache(maxsize=256)
+def attention_projections(model: Model) -> tuple[str, ...]:
+    """By their last names, as targets of adapters are given."""
+    block = block_parameters(model, model.has_experts(0))
+    found = (one.name.rsplit(".", 2)[-2] for one in block if one.kind == "attention" and len(one.shape) == 2)
+    return tuple(found)
+
+
 def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
     """The routed experts of a layer: of each projection one tensor, [experts, out, in]."""
     assert model.experts is not None
@@ -138,7 +148,7 @@ def adapters(parameter: Parameter, given: Adapters) -> Iterator[Parameter]:
     lengths, which come first, are split as the projection's outputs are.
     """
     module, rank = parameter.name.rsplit(".", 2)[-2], given.rank
-    if module not in given.targets or len(parameter.shape) != 2:
+    if module not in given.targets or not is_matrix(parameter.name, parameter.shape):
         return
     (outputs, inputs), prefix = parameter.shape, parameter.name.removesuffix(".weight")
     by_rows = parameter.split == "row"
@@ -158,6 +168,16 @@ def adapter_parameters(model: Model) -> Iterator[Parameter]:
     for layer in range(model.layers):
         for parameter in _llama_layer(model, layer, 0):
             yield from adapters(parameter, model.adapters)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a canonical tensor of a block multiplies as projections do: no router, and of no routed expert."""
+    return name.startswith(BLOCKS) and len(shape) == 2 and not name.endswith(ROUTER) and not is_adapter(name)
+
+
+def is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is a projection of all routed experts of a block."""
+    return name.startswith(BLOCKS) and len(shape) == 3
 
 
 def is_adapter(name: str) -> bool:

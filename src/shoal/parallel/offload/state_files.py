@@ -8,7 +8,7 @@ the states. Everyone else (checkpoints, guards, proofs) asks for a piece's state
 own, one piece at a time.
 
 Where a state rests in a file, its tensor is an ``absent`` one: it has a shape and a type, takes no memory, reads as not
-a number, and cannot be written to.
+a number (bytes of packed weights as zeros), and cannot be written to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ GRADIENT = "gradient"
 
 def absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor of the host's without memory of its own."""
-    return torch.full((), math.nan, dtype=dtype, device="cpu").expand(shape)
+    nothing = math.nan if dtype.is_floating_point else 0
+    return torch.full((), nothing, dtype=dtype, device="cpu").expand(shape)
 
 
 def new_weights(piece: Shard, gradient: Tensor) -> Tensor:

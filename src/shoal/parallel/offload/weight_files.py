@@ -28,6 +28,10 @@ class FiledWeight:
         assert values.numel() == self.stands.numel()
         return self._staged.send(self._name, values.to(self.stands.dtype))
 
+    def write(self, values: Tensor) -> None:
+        """As ``send``, which has ended when this returns."""
+        self.send(values).result()
+
     def read(self) -> Tensor:
         """A copy in the host's memory, its reader's own."""
         values = torch.empty(self.stands.shape, dtype=self.stands.dtype, device="cpu")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.model import Model
+from shoal.facts.model import Experts, Model
 from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 from shoal.predict.memory.compiled import compiled_activations
@@ -83,8 +83,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     working = _working(model, parts, stream, c * inner, values, routed, work)
     forward = 0.0
     if routed.whole:
-        forward = _computing(model, parts, routed, work)
-        mixing = _mixing(model, parts, stream, gathered, routed, work)
+        forward = in_computing(model, parts.all, routed, work)
+        mixing = in_mixing(model, parts.all, stream, gathered, routed, work)
         if forward and work.recompute != "none":
             mixing = max(mixing, forward + stream - (routed.whole if work.recompute == "selective" else 0.0))
         working = (BlockPeak(mixing, 0), *working)
@@ -244,11 +244,22 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     copies = work.tokens * found.active
     of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
     inner = copies * even_share(found.ffn, work.tp) + of_shared
-    # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
-    whole = float(c * model.hidden * copies)
+    routed = routed_tokens(model, found, work, float(tensors * c * of_shared))
+    kept = routed.whole + routed.sent + routing_keeps(found, work)
+    return inner, tensors * c * inner + kept, routed
+
+
+def routed_tokens(model: Model, found: Experts, work: BlockWorkload, shared: float) -> RoutedTokens:
+    """Tokens as their experts read them, and what experts make of them, which the router's gradient needs."""
+    whole = float(work.compute * model.hidden * work.tokens * found.active)
     sent = whole / work.tp if work.ep > 1 else whole
-    crossed = c * (model.hidden / work.tp + 2 * found.active) * work.crossed
-    routed = RoutedTokens(whole, sent, float(tensors * c * of_shared), crossed)
+    crossed = work.compute * (model.hidden / work.tp + 2 * found.active) * work.crossed
+    return RoutedTokens(whole, sent, shared, crossed)
+
+
+def routing_keeps(found: Experts, work: BlockWorkload) -> float:
+    """What the router keeps, and where each token's copies are."""
+    c, copies = work.compute, work.tokens * found.active
     # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
     # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
     chosen = work.wide if found.normalized else 0
@@ -259,7 +270,7 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
         # By node, and of what has come by expert; there, of each of its experts, the weight and the place.
         scores += (16 + (16 if work.ep > work.nodes else 0)) * copies
         scores += (8 + (8 + c) * found.active) * work.crossed
-    return inner, tensors * c * inner + routed.whole + routed.sent + scores, routed
+    return float(scores)
 
 
 def _selected(
@@ -287,9 +298,9 @@ def _selected(
     return products + last, products + (last if model.output_norms else 0.0)
 
 
-def _mixing(
+def in_mixing(
     model: Model,
-    parts: KeptTensors,
+    kept: float,
     stream: float,
     gathered: float,
     routed: RoutedTokens,
@@ -301,13 +312,13 @@ def _mixing(
     are then gathered, and put in order.
     """
     read = work.compute * model.hidden * work.tokens
-    before = parts.all + stream
+    before = kept + stream
     if routed.sent < routed.whole:
         return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
     return before + gathered + 2 * routed.sent + routed.crossed
 
 
-def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
+def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWorkload) -> float:
     """The forward pass where tensor ranks have sent features, as the experts' results are summed over them.
 
     Beside tokens as they came, from other nodes and inside, and the sum: the results, and a copy of them in the order
@@ -319,7 +330,7 @@ def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: Blo
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
-    return parts.all + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent + routed.crossed
+    return kept + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent + routed.crossed
 
 
 def _working(

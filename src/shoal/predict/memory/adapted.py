@@ -2,7 +2,8 @@
 
 A projection with an adapter keeps its input, which the first factor reads, and the narrow vector between the two.
 What no adapter comes before needs no gradient at all: so it is in the first block of a network, up to its first adapter
-(``entry``), for the embedding is frozen. Moments are those of ``activations``.
+(``entry``), for the embedding is frozen. Moments are those of ``activations``. Blocks with routed experts:
+``adapted_experts``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Adapters, Model
-from shoal.facts.model.parameters import block_parameters
+from shoal.facts.model.parameters import block_parameters, is_matrix
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.predict.memory import context
 from shoal.predict.memory.activations import (
@@ -27,9 +28,11 @@ from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, Blo
 from shoal.predict.memory.compiled import compiled_activations
 
 INTO_ATTENTION, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+# Of latent attention: what reads the block's first norm, and what reads the narrow vectors.
+INTO_LATENT, OUT_OF_LATENT = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj")
 
 
-class _Kept(NamedTuple):
+class AdaptedParts(NamedTuple):
     """What autograd keeps of a block, in bytes."""
 
     first_norm: float
@@ -39,6 +42,7 @@ class _Kept(NamedTuple):
     product: float  # of that, what its way out reads
     dropout: float
     has_input: bool  # whether a norm keeps the residual stream itself, and not a wider copy
+    streamed: bool = True  # whether the residual stream has a gradient after attention
 
     @property
     def all(self) -> float:
@@ -50,30 +54,29 @@ def adapted_activations(
     model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload
 ) -> BlockActivations:
     """One block without experts. ``entry``: nothing before it is trained."""
-    if work.compiled and work.recompute != "full":
+    if work.compiled and work.recompute != "full" and model.latent is None:
         return _compiled(model, adapters, work)
     c, tokens = work.compute, work.tokens
     has = set(adapters.targets).__contains__
-    query, key, value = projected_widths(model, work.tp)
     inner = float(c * tokens * even_share(model.ffn, work.tp))
     stream, whole = c * model.hidden * work.stream, c * model.hidden * tokens
     kept = _kept(model, window, entry, adapters, work)
     ways_in = 2 if model.gated else 1
     narrow = float(c * adapters.rank * tokens)
+    count = sum(map(has, projection_names(model, False)))
     if work.recompute == "none":
         resting, shared = kept.all, kept.all
     else:
         resting, shared = stream, stream if kept.has_input else 0.0
         if work.recompute == "selective":
-            products = float(c * tokens * (query + key + value)) + whole + ways_in * inner
-            products += narrow * sum(map(has, _projections(model)))
+            products = attention_products(model, False, work) + ways_in * inner + narrow * count
             resting, shared = resting + products + whole, shared + products
             if work.dropout or has("down_proj"):
                 shared += whole  # the last product is used again, and let go
     gathered = whole if work.sp else 0.0
     held = kept.all - kept.dropout / 2
     after_mlp = held - kept.mlp - kept.second_norm
-    unpacked = partial(_unpacked, model, adapters, work)
+    unpacked = partial(unpacked_bytes, model, False, adapters, work)
     opening = kept.all + stream + gathered + max(inner, unpacked("down_proj", inner))
     moments = [BlockPeak(held - kept.product + stream + (1 + ways_in) * inner, 1)]
     if has("down_proj"):
@@ -95,30 +98,19 @@ def adapted_activations(
             made = whole if has("down_proj") and work.recompute == "full" else 0.0
             result = whole if work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", result), 0))
-    read = _read(adapters, INTO_MLP, c, whole)
+    read = what_is_read(adapters, INTO_MLP, c, whole)
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
     last = max(whole, unpacked("up_proj", whole))
     later = [held - kept.mlp + read + stream + inner + whole + last]
     beside = whole if has("up_proj") else 0.0
     later.append(held - kept.mlp + read + stream + (1 + ways_in) * inner + beside + last)
-    wider = stream if work.wide > c else 0.0
-    if kept.second_norm:
-        later.append(after_mlp + norm_backward(model, work) + wider)
-    if kept.attention:
-        later.append(after_mlp + stream + c * tokens * (query + query + key + value))
-    moments.append(BlockPeak(max(later), 1 + ways_in))
-    for moment in context.moments(query, key, value, work) if work.context and kept.attention else ():
-        bytes_then = after_mlp + stream + moment.activations
-        moments.append(BlockPeak(bytes_then, 1 + ways_in, moment.buffers))
-    if kept.first_norm:
-        moments.append(BlockPeak(norm_backward(model, work) + wider, None))
+    moments += attention_moments(model, kept, after_mlp, max(later), ways_in, stream, work)
     if gathered and work.rows > 1 and work.recompute == "none":
         moments.insert(0, BlockPeak(kept.all + stream + 2 * gathered, 0))
     put_off = inner if has("down_proj") else 0.0
     # First factors alone have gradients that can wait: for what they read.
-    deferred = put_off + sum(_read(adapters, names, c, whole, False) for names in (INTO_ATTENTION, INTO_MLP))
-    deferred += c * tokens * query if has("o_proj") else 0.0
-    deferred += narrow * sum(map(has, _projections(model)))
+    deferred = put_off + what_is_read(adapters, INTO_MLP, c, whole, False) + narrow * count
+    deferred += read_in_attention(model, adapters, work)
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in moments),
@@ -132,24 +124,58 @@ def adapted_activations(
     )
 
 
+def attention_moments(
+    model: Model,
+    kept: AdaptedParts,
+    after_mlp: float,
+    before: float,
+    ways_in: int,
+    stream: float,
+    work: BlockWorkload,
+) -> list[BlockPeak]:
+    """From the second norm's backward pass to the first one's. ``before``: the fullest moment of the MLP's way in."""
+    c, tokens = work.compute, work.tokens
+    query, key, value = projected_widths(model, work.tp)
+    wider = stream if work.wide > c else 0.0
+    later = [before]
+    if kept.second_norm:
+        later.append(after_mlp + norm_backward(model, work) + wider)
+    if kept.attention:
+        later.append(after_mlp + stream + c * tokens * (query + query + key + value))
+    moments = [BlockPeak(max(later), 1 + ways_in)]
+    for moment in context.moments(query, key, value, work) if work.context and kept.attention else ():
+        bytes_then = after_mlp + stream + moment.activations
+        moments.append(BlockPeak(bytes_then, 1 + ways_in, moment.buffers))
+    if kept.first_norm:
+        moments.append(BlockPeak(norm_backward(model, work) + wider, None))
+    return moments
+
+
 def _compiled(model: Model, adapters: Adapters, work: BlockWorkload) -> BlockActivations:
     """It keeps the list of a block that is trained whole, frozen or not, and what lies between two factors."""
     block = compiled_activations(model, work)
     narrow = float(work.compute * adapters.rank * work.tokens)
-    kept = narrow * sum(map(set(adapters.targets).__contains__, _projections(model)))
+    kept = narrow * sum(map(set(adapters.targets).__contains__, projection_names(model, False)))
     return block._replace(resting=block.resting + kept)
 
 
-def _unpacked(model: Model, adapters: Adapters, work: BlockWorkload, name: str, result: float) -> float:
+def unpacked_bytes(
+    model: Model, experts: bool, adapters: Adapters, work: BlockWorkload, name: str, result: float
+) -> float:
     """A product with a weight in 4 bits: the weight as it is used, and what it gives; 0: it is not in 4 bits."""
     if adapters.base != "nf4":
         return 0.0
-    parameter = next(one for one in block_parameters(model, False) if one.name.endswith(f"{name}.weight"))
+    every = block_parameters(model, experts)
+    parameter = next((one for one in every if one.name.endswith(f"{name}.weight")), None)
+    if parameter is None:
+        return 0.0
     size = math.prod(tensor_part(parameter, work.tp, 0).box.shape)
     return float(work.compute * size) + result
 
 
-def _read(adapters: Adapters, names: tuple[str, ...], compute: int, read: float, flows: bool = True) -> float:
+def what_is_read(
+    adapters: Adapters, names: tuple[str, ...], compute: int, read: float, flows: bool = True
+) -> float:
     """What adapters of these keep of the ``read`` bytes that all of them read.
 
     It is one tensor, but with dropout: there each has its own of what is left, and, where a gradient goes on from it
@@ -159,29 +185,96 @@ def _read(adapters: Adapters, names: tuple[str, ...], compute: int, read: float,
     return found * (read + flows * read / compute) if adapters.dropout else min(found, 1) * read
 
 
-def _projections(model: Model) -> tuple[str, ...]:
-    gate = ("gate_proj",) if model.gated else ()
-    return (*INTO_ATTENTION, "o_proj", *gate, "up_proj", "down_proj")
+@lru_cache(maxsize=1024)
+def projection_names(model: Model, experts: bool) -> tuple[str, ...]:
+    """Of a block, those that can have adapters."""
+    every = block_parameters(model, experts)
+    return tuple(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
 
 
-def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload) -> _Kept:
+def attention_products(model: Model, experts: bool, work: BlockWorkload) -> float:
+    """What its projections give."""
+    rows = (
+        tensor_part(one, work.tp, 0).box.shape[0]
+        for one in block_parameters(model, experts)
+        if ".self_attn." in one.name and is_matrix(one.name, one.shape)
+    )
+    return float(work.compute * work.tokens * sum(rows))
+
+
+def read_in_attention(model: Model, adapters: Adapters, work: BlockWorkload) -> float:
+    """What first factors of attention's adapters read, as it waits for their weights' gradients."""
+    c, tokens = work.compute, work.tokens
+    query, _, value = projected_widths(model, work.tp)
+    into = INTO_ATTENTION if model.latent is None else INTO_LATENT
+    found = what_is_read(adapters, into, c, float(c * model.hidden * tokens), False)
+    found += c * tokens * (query if model.latent is None else value) * ("o_proj" in adapters.targets)
+    return found + _read_narrow(model, adapters, work, False)
+
+
+def _read_narrow(model: Model, adapters: Adapters, work: BlockWorkload, flows: bool) -> float:
+    """Of latent attention's narrow vectors, what adapters of the projections out of them read."""
+    if model.latent is None:
+        return 0.0
+    widths = zip(OUT_OF_LATENT, (model.latent.q_rank or 0, model.latent.kv_rank), strict=True)
+    c, tokens = work.compute, work.tokens
+    return sum(what_is_read(adapters, (name,), c, float(c * tokens * width), flows) for name, width in widths)
+
+
+def attention_parts(
+    model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload
+) -> tuple[float, bool, bool]:
+    """Bytes that attention keeps; whether its result has a gradient, and the stream behind it."""
     c, tokens = work.compute, work.tokens
     has = set(adapters.targets).__contains__
     narrow, whole = float(c * adapters.rank * tokens), float(c * model.hidden * tokens)
-    query, inner = projected_widths(model, work.tp)[0], float(c * tokens * even_share(model.ffn, work.tp))
-    norm = norm_keeps(model, work) * work.stream
-    has_input = model.norm == "layer" or work.stack.norms == "fused" or c >= 4
-    into = any(map(has, INTO_ATTENTION))
-    attended = not entry or into
-    attention = _read(adapters, INTO_ATTENTION, c, whole, not entry)
-    attention += attention_keeps(model, window, work) if attended else 0.0
-    if has("o_proj") and adapters.dropout:
-        attention += _read(adapters, ("o_proj",), c, float(c * tokens * query), attended)
+    query, _, value = projected_widths(model, work.tp)
+    names = INTO_ATTENTION if model.latent is None else (*INTO_LATENT, *OUT_OF_LATENT)
+    attended = not entry or any(map(has, names))
+    into = INTO_ATTENTION if model.latent is None else INTO_LATENT
+    found = what_is_read(adapters, into, c, whole, not entry)
+    found += attention_keeps(model, window, work) if attended else 0.0
+    found += narrow * sum(map(has, (*names, "o_proj")))
+    if entry and attended and model.qk_norm:
+        # What nothing trained has made is normed, and not for a gradient.
+        heads, key_heads = (even_share(count, work.tp) for count in (model.heads, model.kv_heads))
+        still = heads * ("q_proj" not in adapters.targets) + key_heads * ("k_proj" not in adapters.targets)
+        found -= work.wide * tokens * still * (model.head_dim + 1)
+    given = query
+    if model.latent is not None:
+        # Of these ``attention_keeps`` has what frozen projections read, too.
+        given = value
+        everything = value + model.latent.kv_rank + (model.latent.q_rank or 0)
+        found -= c * tokens * everything if attended else 0.0
+        found += _read_narrow(model, adapters, work, attended)
+    if has("o_proj") and (adapters.dropout or model.latent is not None):
+        found += what_is_read(adapters, ("o_proj",), c, float(c * tokens * given), attended)
     elif has("o_proj"):
         # Its input is attention's result, or a copy of it. Without a copy it is kept once.
-        attention += turned_copy(model, window, work) or (0.0 if attended else float(c * tokens * query))
-    attention += narrow * sum(map(has, (*INTO_ATTENTION, "o_proj")))
-    streamed = attended or has("o_proj")  # whether the residual stream has a gradient after attention
+        found += turned_copy(model, window, work) or (0.0 if attended else float(c * tokens * given))
+    return found, attended, attended or has("o_proj")
+
+
+def multiplied(model: Model, experts: bool, adapters: Adapters, work: BlockWorkload, inside: str) -> float:
+    """Of DoRA, what a row's trained length multiplies, of projections in a part of the block."""
+    if adapters.kind != "dora":
+        return 0.0
+    found = 0
+    for one in block_parameters(model, experts):
+        named = f".{inside}." in one.name and one.name.rsplit(".", 2)[-2] in adapters.targets
+        if named and is_matrix(one.name, one.shape):
+            found += tensor_part(one, work.tp, 0).box.shape[0]
+    return float(work.compute * work.tokens * found)
+
+
+def mlp_parts(
+    model: Model, width: int, adapters: Adapters, work: BlockWorkload, streamed: bool
+) -> tuple[float, float]:
+    """Bytes that an MLP of this width keeps, and of these what its way out reads."""
+    c, tokens = work.compute, work.tokens
+    has = set(adapters.targets).__contains__
+    narrow, whole = float(c * adapters.rank * tokens), float(c * model.hidden * tokens)
+    inner = float(c * tokens * even_share(width, work.tp))
     gate = up = streamed
     gate, up = gate or has("gate_proj"), up or has("up_proj")
     if model.gated:
@@ -189,24 +282,47 @@ def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: Blo
         mlp = inner * (2 * gate + up)
     else:
         mlp = inner * up * (0 if model.activation == "relu" else 1)
-    product = _read(adapters, ("down_proj",), c, inner, gate or up)
+    product = what_is_read(adapters, ("down_proj",), c, inner, gate or up)
     if not model.gated and model.activation == "relu" and up:
         product = inner + (product if adapters.dropout else 0.0)  # it is its own result
-    mlp += product + _read(adapters, INTO_MLP if model.gated else ("up_proj",), c, whole, streamed)
+    mlp += product + what_is_read(adapters, INTO_MLP if model.gated else ("up_proj",), c, whole, streamed)
     mlp += narrow * sum(map(has, (*(("gate_proj",) if model.gated else ()), "up_proj", "down_proj")))
-    if adapters.kind == "dora":
-        # What a row's trained length multiplies.
-        widths = dict(zip(INTO_ATTENTION, projected_widths(model, work.tp), strict=True))
-        attention += sum(c * tokens * width for name, width in widths.items() if has(name))
-        attention += whole * has("o_proj")
-        mlp += inner * sum(map(has, INTO_MLP if model.gated else ("up_proj",))) + whole * has("down_proj")
+    return mlp, product
+
+
+def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload) -> AdaptedParts:
+    attention, _, streamed = attention_parts(model, window, entry, adapters, work)
+    mlp, product = mlp_parts(model, model.ffn, adapters, work, streamed)
+    return around(
+        model,
+        entry,
+        streamed,
+        work,
+        attention + multiplied(model, False, adapters, work, "self_attn"),
+        mlp + multiplied(model, False, adapters, work, "mlp"),
+        product,
+    )
+
+
+def around(
+    model: Model,
+    entry: bool,
+    streamed: bool,
+    work: BlockWorkload,
+    attention: float,
+    mlp: float,
+    product: float,
+) -> AdaptedParts:
+    """With a block's norms and dropouts."""
+    norm = norm_keeps(model, work) * work.stream
     masks = 2 if streamed else 1
-    return _Kept(
+    return AdaptedParts(
         first_norm=0.0 if entry else norm,
         attention=attention,
         second_norm=norm if streamed else 0.0,
         mlp=mlp,
         product=product,
         dropout=masks * model.hidden * work.stream if work.dropout or work.stack.dropout else 0.0,
-        has_input=has_input,
+        has_input=model.norm == "layer" or work.stack.norms == "fused" or work.compute >= 4,
+        streamed=streamed,
     )

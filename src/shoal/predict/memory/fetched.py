@@ -103,8 +103,11 @@ class FetchedWeights:
 
     def _width(self, count: ParameterCount) -> float:
         """Bytes of an element on average: a base in NF4 is fetched as it rests."""
-        if self.rank.workload.lora is None or self.rank.sharded:
+        if self.rank.workload.lora is None:
             return self.rank.hold.compute
+        if self.rank.sharded:  # routed experts alone
+            packed = self.rank.workload.lora.base == "nf4"
+            return self.rank.workload.gathered_width if packed else self.rank.hold.compute
         return self.rank.gathered(count) / max(1, self._here(count))
 
     def _count(self, number: int, block: int) -> ParameterCount:

@@ -121,7 +121,7 @@ class RankInventory:
     def lone_experts(self) -> int:
         """Experts here that no other rank holds: their gradients wait in no bucket, and appear as they are computed."""
         group = self.workload.groups.get(EXPERTS)
-        if group is None or group.sharded.size * group.replicated.size > 1:
+        if group is None or not group.trained or group.sharded.size * group.replicated.size > 1:
             return 0
         each = expert_elements(self.workload.model, self.workload.layout.tp, self.workload.layout.ep)
         return each * sum(run.layers for one in self.stages for run in one.runs if run.experts)

@@ -14,6 +14,7 @@ from shoal.facts.model.parameters import BLOCKS, EMBEDDING, HEAD, block_paramete
 from shoal.facts.recipe import frozen_names
 from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
 from shoal.predict.memory.adapted import adapted_activations
+from shoal.predict.memory.adapted_experts import adapted_experts
 from shoal.predict.memory.block_workload import BlockActivations, BlockWorkload
 from shoal.predict.memory.logits import Logits, logits
 from shoal.predict.rank_parameters import in_block
@@ -99,8 +100,10 @@ def block_kinds(model: Model, seq: int, frozen: frozenset[str], lora: bool) -> f
 
 
 def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivations:
-    if work.adapters is None or kind.experts or model.latent is not None:
+    if work.adapters is None:
         return block_activations(model, kind.experts, kind.window, _reading(model, work, kind))
+    if kind.experts and model.experts is not None:
+        return adapted_experts(model, model.experts, kind.window, kind.entry, work.adapters, work)
     return adapted_activations(model, kind.window, kind.entry, work.adapters, work)
 
 

@@ -74,7 +74,7 @@ class ShardedGradients(RankGradients):
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
             # Gradients of experts that are whole wait in buckets of their own from the start.
-            waiting = self.rank.all_whole_experts - self.rank.lone_experts
+            waiting = 0 if self.adapters_only else self.rank.all_whole_experts - self.rank.lone_experts
             waiting -= waiting * self._blocks_arrived(done) // self.one.layers
             if self.waits:
                 return self.hold.reduce * (self._arrived(done) + waiting)
@@ -141,7 +141,11 @@ class ShardedGradients(RankGradients):
         """What is gathered and reduced of one: experts that are whole are there, and sum by themselves if at all."""
         there = self.rank.whole_experts if run.experts else 0
         count = run.block
-        return count._replace(whole=count.whole - there, trained_share=count.trained_share - there)
+        return count._replace(
+            whole=count.whole - there,
+            trained_share=count.trained_share - there,
+            projections=count.projections - (count.packed_experts if there else 0),
+        )
 
     # Gradients on their way.
 
@@ -157,7 +161,9 @@ class ShardedGradients(RankGradients):
         if not run.experts or self.rank.whole_experts or not self.frees or self.one.layers <= self.unit:
             return 0.0
         routed = expert_elements(self.model, self.layout.tp, self.layout.ep)
-        rest = run.block._replace(whole=run.block.whole - routed)
+        rest = run.block._replace(
+            whole=run.block.whole - routed, projections=run.block.projections - run.block.packed_experts
+        )
         return self.rank.gathered(rest.times(min(self.unit, run.layers)))
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
@@ -275,7 +281,10 @@ class PipelinedShards(RankGradients):
         super().__init__(rank)
         self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
         # Experts that are whole are there, or fetched.
-        self.gathered = rank.gathered(self.total) - self.hold.compute * rank.all_whole_experts
+        there = ParameterCount(whole=rank.all_whole_experts)
+        if there.whole:
+            there = there._replace(projections=self.total.packed_experts)
+        self.gathered = rank.gathered(self.total) - rank.gathered(there)
 
     def in_loss(self, moment: Moment) -> float:
         return self.gathered

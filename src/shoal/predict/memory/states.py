@@ -16,7 +16,7 @@ from shoal.facts.layout.offload import (
     states_may_be_late,
     waiting,
 )
-from shoal.facts.layout.parameter_groups import DENSE
+from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
@@ -36,14 +36,17 @@ class Resting:
 def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
     size = _weights(rank) + _frozen(rank)
-    size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
+    if rank.workload.lora is None:  # else they rest as they are used, as all that is frozen
+        size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
     return Resting(size * (1 - rank.offloaded("params")))
 
 
 def optimizer_states(rank: RankInventory) -> Resting:
     """Of the parameters that this rank updates: every ``zero`` shards them."""
     hold, updated = rank.hold, rank.total.trained_share
-    master = hold.master * updated + (_unsharded(rank).master - hold.master) * rank.all_whole_experts
+    master = hold.master * updated
+    if rank.workload.lora is None:
+        master += (_unsharded(rank).master - hold.master) * rank.all_whole_experts
     stays, own = 1 - rank.offloaded("optimizer"), own_states(rank)
     moments = hold.moments * updated if own is None else own
     return Resting((moments + master) * stays, master * stays)
@@ -89,7 +92,11 @@ def _frozen(rank: RankInventory) -> float:
     whole = rank.hold.frozen * count
     if rank.workload.lora.base != "nf4":
         return whole
-    packed = total.projections / (rank.workload.groups[DENSE].sharded.size if rank.sharded else 1)
+    packed = float(total.projections)
+    if rank.sharded:
+        groups = rank.workload.groups
+        dense, routed = groups[DENSE].sharded.size, groups.get(EXPERTS, groups[DENSE]).sharded.size
+        packed = (total.projections - total.packed_experts) / dense + total.packed_experts / routed
     return whole - (rank.hold.frozen - rank.workload.gathered_width) * packed
 
 

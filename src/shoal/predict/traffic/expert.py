@@ -148,7 +148,7 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     group = workload.groups[EXPERTS]
     shards = group.sharded.size
     elements = expert_elements(workload.model, workload.layout.tp, workload.layout.ep)
-    if not group.trained and not (shards > 1 and group.zero == 3):
+    if not group.trained and not group.fully_sharded:
         return []
     if shards == 1:
         count = _bucket_count(workload, here)
@@ -158,7 +158,8 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     )
     each = even_share(elements * here.sparse, count * shards) * shards
     gathers = Unit(()).gathers(each, workload.tune.persist_below)
-    travelling = [Travelling(each, each if group.trained else 0, count, gathers)]
+    narrow = each if _in_four_bits(workload) else 0
+    travelling = [Travelling(each, each if group.trained else 0, count, gathers, narrow)]
     return (shard.unit_calls if group.zero == 3 else shard.bucket_calls)(workload, travelling, group)
 
 
@@ -171,6 +172,8 @@ def exact_states(workload: Workload, here: RankParameters) -> list[CollectiveCal
     found: list[CollectiveCall] = []
     for stage in here.stages:
         routed = expert_tensors(workload.model, layout.tp, layout.ep, stage)
+        if not group.trained and not group.fully_sharded:
+            continue
         if shards == 1:
             found += replicate.exact(workload, [routed], group)
         elif group.zero < 3:
@@ -190,8 +193,13 @@ def _block(tensor: RankTensor) -> str:
 def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Travelling:
     elements = sum(padded_size(tensor, shards) for tensor in tensors)
     gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
-    reduced = sum(padded_size(tensor, shards) for tensor in with_gradients(workload, tensors))
-    return Travelling(elements, reduced, 1, gathers)
+    moving = with_gradients(workload, tensors) if workload.groups[EXPERTS].trained else []
+    reduced = sum(padded_size(tensor, shards) for tensor in moving)
+    return Travelling(elements, reduced, 1, gathers, elements if _in_four_bits(workload) else 0)
+
+
+def _in_four_bits(workload: Workload) -> bool:
+    return workload.lora is not None and workload.lora.base == "nf4"
 
 
 def _bucket_count(workload: Workload, here: RankParameters) -> int:

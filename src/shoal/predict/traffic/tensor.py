@@ -28,7 +28,8 @@ from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
 # The projections of a block: attention's, and its MLP's.
-SIDES = (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj"))
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+SIDES = (("q_proj", "k_proj", "v_proj", "o_proj", *LATENT), ("gate_proj", "up_proj", "down_proj"))
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:

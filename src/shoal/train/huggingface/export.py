@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.model import Model
-from shoal.facts.model.checkpoint_views import views
+from shoal.facts.model.checkpoint_views import views_by_tensor
 from shoal.facts.model.parameters import CORRECTION, by_name, parameters
 from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.optimizers import AVERAGE
@@ -179,7 +179,7 @@ def export_adapters(
 
 def _merged_parts(model: Model, fill: Fill, one: TensorEntry) -> Iterator[Tensor]:
     """Of a checkpoint of adapters: what they stand beside with their products added, some rows at a time."""
-    boxes = [view for view in views(model) if view.tensor == one.name]
+    boxes = views_by_tensor(model)[one.name]
     for start, shape in _row_ranges(one):
         part = torch.empty(shape, dtype=torch.float32)
         for box in boxes:
@@ -191,11 +191,15 @@ def _merged_parts(model: Model, fill: Fill, one: TensorEntry) -> Iterator[Tensor
             size = (count, *box.shape[1:])
             if box.transposed:
                 inside, size = inside[::-1], size[::-1]
+            if box.stacked:
+                inside, size = (0, *inside), (1, *size)
             offset = tuple(a + b for a, b in zip(box.canonical_offset, inside, strict=True))
             values = torch.empty(size)
             fill([(box.canonical, Slice(values, by_name(model)[box.canonical].shape, offset))])
             corner = (first - start, *box.tensor_offset[1:])
-            part[box_slices(corner, (count, *box.shape[1:]))] = values.T if box.transposed else values
+            part[box_slices(corner, (count, *box.shape[1:]))] = (
+                values[0] if box.stacked else values.T if box.transposed else values
+            )
         yield part
 
 

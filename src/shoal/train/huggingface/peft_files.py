@@ -3,6 +3,9 @@
 PEFT's names are those of the model's own modules behind ``base_model.model.``; so are a checkpoint's adapters, for
 families whose projections are modules of their own. Where a family fuses projections, PEFT has one adapter beside all
 of them and Shoal one beside each: such adapters are not exchanged, but merged weights are.
+
+In a model with experts PEFT takes the names of an MLP's projections for those of routed experts, which ``transformers``
+stacks. Beside those of dense layers and of shared experts it has adapters too, under ``target_parameters``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from shoal.train.checkpoint.read import Checkpoint
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Families whose projections are modules of their own, under the names that adapters have here.
-SEPARATE = ("llama", "mistral", "qwen2", "qwen3")
+SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+# Targets that PEFT takes for routed experts'.
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 FLOATS = ("F64", "F32", "BF16", "F16")
 # What else PEFT may have done, by the value that says it did not.
 UNKNOWN: dict[str, Any] = {
@@ -40,7 +45,6 @@ UNKNOWN: dict[str, Any] = {
     "alpha_pattern": {},
     "layers_to_transform": None,
     "trainable_token_indices": None,
-    "target_parameters": None,
 }
 
 
@@ -50,6 +54,17 @@ def check_exchanged(model: Model) -> None:
             f"{model.name}: PEFT's adapters are not exchanged for the family {model.family}, which fuses projections",
             f"--to hf: merged weights; PEFT's files are for {', '.join(SEPARATE)}",
         )
+    if model.adapters is not None and model.adapters.kind == "dora" and _as_parameters(model):
+        raise BadInput(
+            f"{model.name}: PEFT has no DoRA beside {_as_parameters(model)[0]} of a model with experts",
+            "--to hf: merged weights",
+        )
+
+
+def _as_parameters(model: Model) -> list[str]:
+    """Targets that PEFT finds by their weights' names alone."""
+    assert model.adapters is not None
+    return [one for one in model.adapters.targets if model.experts is not None and one in OF_EXPERTS]
 
 
 class PeftFiles:
@@ -60,7 +75,7 @@ class PeftFiles:
         check_exchanged(model)
         assert model.adapters is not None
         self.path = directory / WEIGHTS
-        _check_config(directory, model.adapters)
+        _check_config(directory, model.adapters, model.experts is not None)
         try:
             with safe_open(self.path, framework="pt") as file:
                 names = file.keys()
@@ -87,7 +102,7 @@ class PeftFiles:
                 part.local.copy_(file.get_slice(f"{PREFIX}{name}")[box])
 
 
-def _check_config(directory: Path, adapters: Adapters) -> None:
+def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
     path, said = directory / CONFIG, None
     try:
         said = read_json(path)
@@ -98,7 +113,10 @@ def _check_config(directory: Path, adapters: Adapters) -> None:
             f"model.lora.init_from: {path} is no LoRA adapter's config", "a directory that PEFT has saved"
         )
     problems = []
-    for key, usual in UNKNOWN.items():
+    named = said.get("target_parameters") or []
+    plain = experts and all(str(one).removesuffix(".weight") in OF_EXPERTS for one in named)
+    usual_here = UNKNOWN if plain else UNKNOWN | {"target_parameters": []}
+    for key, usual in usual_here.items():
         if said.get(key, usual) not in (usual, None):
             problems.append(
                 Problem(
@@ -108,7 +126,10 @@ def _check_config(directory: Path, adapters: Adapters) -> None:
             )
     targets = said.get("target_modules")
     if isinstance(targets, list):  # PEFT writes "all-linear" as the path of every projection
-        theirs = sorted({str(one).rpartition(".")[2] for one in targets})
+        theirs = sorted(
+            {str(one).rpartition(".")[2] for one in targets}
+            | {str(one).removesuffix(".weight") for one in named}
+        )
     else:
         theirs = sorted(adapters.targets)  # a pattern: the tensors say what it matched
     for key, here, there in (
@@ -138,14 +159,17 @@ def write_peft(
         f"{PREFIX}{one.name}": checkpoint.tensor(state, one.name).to(dtype).contiguous()
         for one in adapter_parameters(model)
     }
+    by_weight = _as_parameters(model)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": model.adapters.rank,
         "lora_alpha": model.adapters.alpha,
-        "lora_dropout": model.adapters.dropout,
-        "target_modules": list(model.adapters.targets),
+        # PEFT drops nothing of what adapters that it finds by their weights read, and refuses to be told so.
+        "lora_dropout": 0.0 if by_weight else model.adapters.dropout,
+        "target_modules": [one for one in model.adapters.targets if one not in by_weight],
+        "target_parameters": [f"{one}.weight" for one in by_weight] or None,
         "inference_mode": True,
         "init_lora_weights": True,
         "use_dora": model.adapters.kind == "dora",

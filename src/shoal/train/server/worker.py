@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.layout.served import elements, step_and_part
+from shoal.models.initial import no_weights
 from shoal.observe.flight_recorder import COMMIT, EVALUATE, INPUT, STEP, Announce, unheard
 from shoal.parallel import server as wire
 from shoal.parallel.apply import apply
@@ -23,7 +24,7 @@ from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.evaluate import own_heldout, sample_rows
 from shoal.train.files import RowFile
 from shoal.train.optimizer import LossScale
-from shoal.train.program import BACKEND, blueprint, float8_scaling, no_weights, reduce_dtype
+from shoal.train.program import BACKEND, blueprint, float8_scaling, reduce_dtype
 from shoal.train.run_directory import RunDirectory
 from shoal.train.step import Step, added
 
