@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.facts.calibration.file import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = (
+FLAGS: tuple[str, ...] = (
     "-O3",
     "-march=native",
     "-std=c++17",
