@@ -16,7 +16,8 @@ from torch import Tensor
 from shoal.facts.targets import IGNORE
 from shoal.models.in_triton import in_triton
 
-# Columns that a program takes at a time, and its warps: what was fastest on an H200 (``benchmarks/loss.py``).
+# Columns that a program takes at a time, and its warps: what was fastest on an H200 (``benchmarks/loss.py``). Fewer
+# programs that go from row to row, so that all rows under way fit into the cache, were slower.
 BLOCK, WARPS = 4096, 8
 
 # Of logits, targets, factor and z; gives the normaliser of every token and its target's logit.
@@ -30,45 +31,43 @@ def kernel() -> Whole | None:
 
 def _compiled(triton: Any, tl: Any) -> Whole:
     @triton.jit
-    def turn_rows(
+    def turn_row(
         logits,
         targets,
         normalisers,
         of_targets,
         stride,
-        tokens,
         columns,
         factor,
         twice_z,
         ignore: tl.constexpr,
         block: tl.constexpr,
     ):
+        here = logits + tl.program_id(0).to(tl.int64) * stride
         lanes = tl.arange(0, block)
         blocks = tl.cdiv(columns, block)
-        for row in range(tl.program_id(0), tokens, tl.num_programs(0)):
-            here = logits + stride.to(tl.int64) * row
-            largest = -float("inf")
-            total = 0.0
-            for number in range(0, blocks):
-                at = number * block + lanes
-                wide = tl.load(here + at, at < columns, -float("inf")).to(tl.float32)
-                higher = tl.maximum(largest, tl.max(wide))
-                total = total * tl.exp(largest - higher) + tl.sum(tl.exp(wide - higher))
-                largest = higher
-            normaliser = tl.log(total) + largest
-            target = tl.load(targets + row)
-            counts = target != ignore
-            tl.store(normalisers + row, normaliser)
-            tl.store(of_targets + row, tl.load(here + target, counts, 0.0).to(tl.float32))
-            scale = tl.where(counts, factor, 0.0)
-            risen = 1.0 + twice_z * normaliser
-            tl.debug_barrier()  # the target's logit is read before it is overwritten
-            for number in range(0, blocks):
-                at = (blocks - 1 - number) * block + lanes
-                wide = tl.load(here + at, at < columns, -float("inf")).to(tl.float32)
-                softmax = tl.exp(wide - normaliser) * risen
-                gradient = tl.where(at == target, softmax - 1.0, softmax) * scale
-                tl.store(here + at, gradient.to(logits.dtype.element_ty), at < columns)
+        largest = -float("inf")
+        total = 0.0
+        for number in range(0, blocks):
+            at = number * block + lanes
+            wide = tl.load(here + at, at < columns, -float("inf")).to(tl.float32)
+            higher = tl.maximum(largest, tl.max(wide))
+            total = total * tl.exp(largest - higher) + tl.sum(tl.exp(wide - higher))
+            largest = higher
+        normaliser = tl.log(total) + largest
+        target = tl.load(targets + tl.program_id(0))
+        counts = target != ignore
+        tl.store(normalisers + tl.program_id(0), normaliser)
+        tl.store(of_targets + tl.program_id(0), tl.load(here + target, counts, 0.0).to(tl.float32))
+        scale = tl.where(counts, factor, 0.0)
+        risen = 1.0 + twice_z * normaliser
+        tl.debug_barrier()  # the target's logit is read before it is overwritten
+        for number in range(0, blocks):
+            at = (blocks - 1 - number) * block + lanes
+            wide = tl.load(here + at, at < columns, -float("inf")).to(tl.float32)
+            softmax = tl.exp(wide - normaliser) * risen
+            gradient = tl.where(at == target, softmax - 1.0, softmax) * scale
+            tl.store(here + at, gradient.to(logits.dtype.element_ty), at < columns)
 
     def whole(
         logits: Tensor,
@@ -80,9 +79,8 @@ def _compiled(triton: Any, tl: Any) -> Whole:
     ) -> tuple[Tensor, Tensor]:
         tokens, columns = logits.shape
         found = torch.empty(2, tokens, dtype=torch.float32, device=logits.device)
-        # A program for each row. Fewer, so that all rows under way fit into the cache, were slower.
-        turn_rows[(tokens,)](
-            *(logits, targets, found[0], found[1], logits.stride(0), tokens, columns, factor, 2.0 * z),
+        turn_row[(tokens,)](
+            *(logits, targets, found[0], found[1], logits.stride(0), columns, factor, 2.0 * z),
             ignore=IGNORE,
             block=block,
             num_warps=warps,
