@@ -208,7 +208,11 @@ class FullyShard:
         gathered = [_gather_once(root, homes) for root in roots.values()]
         found = {label: weight for of_root in gathered for label, weight in of_root.weights.items()}
         units = [unit for of_root in gathered for unit in of_root.units]
-        self.ahead = None if staged is None else read_ahead(units, staged)
+        self.ahead = None
+        if staged is not None:
+            self.ahead = read_ahead(units, staged)
+            for root in roots.values():
+                self.ahead.watch(root.module)
         self.gathered = [found[one.label] for one in held]
         for one in in_float8:
             one.drop_storage()

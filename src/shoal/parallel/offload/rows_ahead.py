@@ -11,10 +11,10 @@ The network's ends are fetched when they are asked for, once a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.observe.attribution import current_node
 from shoal.parallel.offload.direct_files import FileTransfer
@@ -42,16 +42,25 @@ class RowsAhead:
     def __init__(self, units: Sequence[UnitOfRows], staged: StagedFiles) -> None:
         """``units``: of blocks, in forward order."""
         self._files, self._memory = staged.files, staged.memory
-        self._coming: dict[WeightFile, ComingRows] = {}
+        self.coming: dict[WeightFile, ComingRows] = {}
         there = [unit for unit in units if unit.files]
         back = [unit for unit in reversed(there) if unit.again]
         # By the last that is asked for of a unit: what comes next.
         self._forward, self._backward = _following(there), _following(back)
         self._turn = {there[-1].files[-1]: back[0]} if there and back else {}
+        self._turns = False  # whether a backward pass comes
+
+    def watch(self, root: nn.Module) -> None:
+        """The root of some of these units: FSDP asks without gradients in any case."""
+
+        def note(*_: Any) -> None:
+            self._turns = torch.is_grad_enabled()
+
+        root.register_forward_pre_hook(note, prepend=True)
 
     def give(self, file: WeightFile, rows: Tensor) -> None:
         """FSDP asks for these."""
-        coming = self._coming.pop(file, None)
+        coming = self.coming.pop(file, None)
         if coming is None:
             file.fetch(rows).result()
         else:
@@ -63,28 +72,26 @@ class RowsAhead:
         if current_node() is not None:
             following = self._backward.get(file)
         else:
-            following = self._forward.get(file)
-            if following is None and torch.is_grad_enabled():
-                following = self._turn.get(file)
+            following = self._forward.get(file) or (self._turn.get(file) if self._turns else None)
         if following is not None:
             self._start(following)
 
     def drop(self) -> None:
         """Nothing that is on its way will be asked for as it is now."""
-        while self._coming:
-            _, coming = self._coming.popitem()
+        while self.coming:
+            _, coming = self.coming.popitem()
             coming.moving.result()
             self._memory.give_back(coming.buffer)
 
     def _start(self, unit: UnitOfRows) -> None:
         for file in unit.files:
             size = file.stands.numel() * file.stands.element_size()
-            if file in self._coming or not size:
+            if file in self.coming or not size:
                 continue
             buffer = self._files.room(self._memory, size)
             values = buffer.bytes.view(file.stands.dtype).view(file.stands.shape)
             free = None if buffer.read is None else buffer.read.synchronize
-            self._coming[file] = ComingRows(buffer, values, file.start_read(values, free))
+            self.coming[file] = ComingRows(buffer, values, file.start_read(values, free))
 
 
 def _following(units: Sequence[UnitOfRows]) -> dict[WeightFile, UnitOfRows]:
