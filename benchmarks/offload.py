@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from direct_copy import DirectCopy
 from record import record
 
 from shoal.facts.cluster.this_machine import look
@@ -37,6 +38,7 @@ from shoal.train.data.loader import Batch
 from shoal.train.program import BACKEND, assemble, blueprint
 
 WARM_UP = 3
+COPIED = 2 << 30
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="a directory of a disk, for what is offloaded @nvme")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--layout", help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
@@ -103,15 +106,25 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
     batches = [batch] * parsed.accumulation(recipe.batch)
     targets = tokens.numel() * len(batches)
     ends, issued, first_loss = [], None, 0.0
-    for number in range(1, WARM_UP + options.steps + 2):
-        if on_gpu and number == WARM_UP:
+    for number in range(1, options.warm_up + options.steps + 2):
+        if on_gpu and number == options.warm_up:
             torch.cuda.reset_peak_memory_stats()
         before, issued = issued, step.issue(number, batches, targets)
         if before is not None:
             loss = before.read().loss
             first_loss = first_loss or loss
         ends.append(time.perf_counter())
-    taken = [after - one for one, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
+    taken = [
+        after - one for one, after in zip(ends[options.warm_up :], ends[options.warm_up + 1 :], strict=False)
+    ]
+    resident_more = _resident() - resident
+    floor = None
+    if files is not None:
+        issued.read()
+        step.settle()
+        # As many bytes as an update reads and writes, at the rate of a few of them.
+        copied = min(COPIED, files.content)
+        floor = DirectCopy(scratch, copied).seconds() * files.content / copied
     workload = Workload(model, look(), recipe, parsed, tune=TuneSection(), compile=backend is not None)
     predicted = ledger(workload)
     compiled = step.placed.compiled
@@ -121,6 +134,7 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "compiled": compiled is not None and compiled.problem is None,
         "step_s": statistics.median(taken),
         "predicted_step_s": predicted_step(workload).seconds,
+        "disk_floor_s": floor,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "predicted_peak_bytes": predicted.peak_allocated,
         "host_bytes": step.host_bytes,
@@ -128,7 +142,7 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "nvme_bytes": files.content if files else 0,
         "predicted_nvme_bytes": predicted.nvme,
         # The most that the process ever held, pinned memory included, above what it held before the network.
-        "resident_more_bytes": _resident() - resident,
+        "resident_more_bytes": resident_more,
         "first_loss": first_loss,
     }
 

@@ -9,15 +9,14 @@ python benchmarks/scratch_update.py --scratch DIR
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from direct_copy import DirectCopy
 from record import record
 
 from shoal.facts.config import TuneSection
@@ -26,7 +25,7 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.offload.direct_files import PIECE, THREADS, DirectFiles, aligned
+from shoal.parallel.offload.direct_files import THREADS, DirectFiles
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
 from shoal.train.step import Step
@@ -49,8 +48,8 @@ def main() -> None:
         step = made(options.layers, files)
         batch = tokens()
         step.issue(1, [batch], SEQ).read()  # states have been written, and buffers made
-        copied = Copied(place, files.content)
-        updates, copies, arithmetic = [], [], []
+        copied = DirectCopy(place, files.content)
+        updates, copies = [], []
         for number in range(2, options.rounds + 2):
             copies.append(copied.seconds())
             updates.append(update_seconds(step, number, batch))
@@ -111,39 +110,6 @@ def update_seconds(step: Step, number: int, batch: Batch) -> float:
     finally:
         host.start = start
     return taken[0]
-
-
-class Copied:
-    """Two files of as many bytes as the states have: one is read, the other written, as much of each in turns."""
-
-    def __init__(self, place: Path, size: int) -> None:
-        self._count = -(-size // PIECE)
-        self._buffers = [aligned(PIECE, CPU) for _ in range(THREADS)]
-        self._free = list(self._buffers)
-        self._handles = []
-        for name in ("read", "written"):
-            handle = os.open(place / name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-            os.posix_fallocate(handle, 0, self._count * PIECE)
-            self._handles.append(handle)
-        source, target = self._handles
-        self._all([(os.pwritev, one, number) for number in range(self._count) for one in (source, target)])
-
-    def seconds(self) -> float:
-        source, target = self._handles
-        moves = [(os.preadv, source), (os.pwritev, target)]
-        began = time.perf_counter()
-        self._all([(call, handle, number) for number in range(self._count) for call, handle in moves])
-        return time.perf_counter() - began
-
-    def _all(self, moves: list[tuple[object, int, int]]) -> None:
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(self._move, moves))
-
-    def _move(self, move: tuple[object, int, int]) -> None:
-        call, handle, number = move
-        buffer = self._free.pop()
-        assert call(handle, [buffer.numpy().data], number * PIECE) == PIECE
-        self._free.append(buffer)
 
 
 if __name__ == "__main__":

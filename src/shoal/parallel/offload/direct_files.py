@@ -83,7 +83,7 @@ class Files(Protocol):
     ) -> FileTransfer: ...
 
     def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> FileTransfer:
-        """All parts of a file, a few at a time; what is asked of one later comes later. ``writes``: and not only reads."""
+        """All parts of a file, a few at a time; what is asked of one later comes later. ``writes``: not only reads."""
 
     def remove(self, name: str) -> None: ...
 

@@ -7,8 +7,9 @@ it, and finds its values again. The weights themselves are the host's (``paralle
 and nothing of them has to return.
 
 Where FSDP gathers (``zero=3``), it asks each rank's rows how to send them, ahead of their use as always: these come
-from the host as they are asked for, from files as ``rows_ahead.py`` has read them. FSDP's own ``CPUOffloadPolicy`` would do that too, and would send gradients away
-as it sees fit: through pinned memory of twice their size, and added up while the device waits.
+from the host as they are asked for, and from files as ``rows_ahead.py`` has read them. FSDP's own ``CPUOffloadPolicy``
+would do that too, and would send gradients away as it sees fit: through pinned memory of twice their size, and added up
+while the device waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows that rest in files, read before FSDP asks for them (``zero=3`` with ``offload=params@nvme``).
 
-FSDP asks for a unit's rows as it gathers, and waits for them. So when it has asked for all of a unit of blocks, the rows
-that it will ask for next start on their way to the host's memory: in the forward pass those of the unit after it, in
+FSDP asks for a unit's rows as it gathers, and waits for them. So when it has asked for all of a unit of blocks, those
+that it will ask for next start on their way to the host's memory: in the forward pass the rows of the unit after it, in
 the backward pass of the unit before it. A unit's computation later they are asked for, and copied from there. Memory
 for one unit is enough, which is free again when its rows are copied.
 
@@ -11,6 +11,7 @@ The network's ends are fetched when they are asked for, once a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -95,4 +96,4 @@ class RowsAhead:
 
 
 def _following(units: Sequence[UnitOfRows]) -> dict[WeightFile, UnitOfRows]:
-    return {unit.files[-1]: following for unit, following in zip(units, units[1:], strict=False)}
+    return {unit.files[-1]: following for unit, following in pairwise(units)}
