@@ -52,7 +52,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
         adds_up = adds_up and leaves_early(workload.layout)
         all_filed = params is not None and params.nvme and optimizer.nvme
-        largest = largest_piece(workload, rank.number) if optimizer.nvme else 0
+        largest = largest_piece(workload, rank.number, rank.shard) if optimizer.nvme else 0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
