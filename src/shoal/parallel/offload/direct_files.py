@@ -94,7 +94,7 @@ class Files(Protocol):
 
 
 class ScratchDamaged(RuntimeError):
-    """A disk gave back other bytes than it was given."""
+    """A disk gave back other bytes than it was given, or failed to."""
 
 
 @dataclass
@@ -273,9 +273,8 @@ def _write_piece(file: DirectFile, number: int, memory: memoryview) -> None:
 def _read_piece(file: DirectFile, number: int, memory: memoryview) -> None:
     _move(os.preadv, file, number * PIECE, memory)
     if _hash(file, number, memory) != file.hashes[number]:
-        raise ScratchDamaged(
-            f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on: "
-            "the disk is failing; offload.scratch = a directory on another one"
+        raise _damaged(
+            f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on"
         )
 
 
@@ -304,13 +303,22 @@ def _move(call: Callable[..., int], file: DirectFile, start: int, memory: memory
         try:
             moved = call(file.handle, [memory[done:]], start + done)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(file.path)) from None
+            raise _failed(error.errno or errno.EIO, file, start + done) from None
         # It goes on at a whole block. The last one of a full disk is never whole.
         moved -= moved % BLOCK
         if moved == 0:
-            kind = errno.ENOSPC if call is os.pwritev else errno.EIO
-            raise OSError(kind, os.strerror(kind), str(file.path))
+            raise _failed(errno.ENOSPC if call is os.pwritev else errno.EIO, file, start + done)
         done += moved
+
+
+def _failed(kind: int, file: DirectFile, start: int) -> Exception:
+    if kind == errno.EIO:
+        return _damaged(f"{file.path} cannot be read or written from byte {start:,} on ({os.strerror(kind)})")
+    return OSError(kind, os.strerror(kind), str(file.path))
+
+
+def _damaged(what: str) -> ScratchDamaged:
+    return ScratchDamaged(f"{what}: the disk is failing; offload.scratch = a directory on another one")
 
 
 def _hash(file: DirectFile, number: int, memory: memoryview) -> bytes:
