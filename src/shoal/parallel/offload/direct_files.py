@@ -4,8 +4,8 @@ Direct: past the system's cache, which would take memory beside what the caller 
 few threads keep several blocks of a file on their way at once; the system's calls and the hash let go of the
 interpreter's lock meanwhile. Every block's BLAKE3 hash is kept in memory and compared when the block is read.
 
-Reads and writes have threads of their own: somebody waits for what is read, and it would stand behind all that was to
-be written before; and while some threads hash, others keep the disk at work.
+Reads and writes have threads of their own: a step waits for what is read, and it would stand behind all that was to be
+written before; and while some threads hash, others keep the disk at work.
 
 Buffers are the caller's, from ``aligned``: while a transfer runs, its buffer is not to be touched.
 """
@@ -259,7 +259,7 @@ def _submit(
     moves: Mapping[int, Callable[[], None]],
     after: Callable[[], None] | None = None,
 ) -> DiskTransfer:
-    """What was asked for earlier of the same piece comes first: whoever waits for it, waits for what has begun."""
+    """What was asked for earlier of the same piece comes first: what waits for it waits for what has begun."""
     for number, move in moves.items():
         file.last[number] = pool.submit(_after, file.last[number], after, move)
     return DiskTransfer([job for number in moves if (job := file.last[number]) is not None])
