@@ -337,3 +337,9 @@ def test_data_ranks_that_keep_different_shares_of_their_states_each_cost_what_is
     assert (seen.memory.host, seen.predicted.host) == (ranks[rank].host, ranks[rank].host)
     worst = ledger(workload)
     assert (worst.peak_allocated, worst.host) == (ranks[3].peak_allocated, ranks[2].host)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "params"])
+def test_a_bucket_that_a_fraction_cuts_keeps_nothing_of_what_leaves(what: str) -> None:
+    workload = ask(f"fsdp=2,zero=2,offload={what}:0.5", {"layers": 4})
+    assert dryrun(workload, 1).differences(0) == []
