@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from direct_copy import DirectCopy
 from record import record
 
 from shoal.facts.cluster.this_machine import look
@@ -43,6 +44,7 @@ from shoal.train.program import BACKEND, assemble, blueprint
 
 WARM_UP = 3
 HERE = Path(__file__).parent
+COPIED = 2 << 30
 
 
 def main() -> None:
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="a directory of a disk, for what is offloaded @nvme")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--clip", type=float, help="the norm that gradients are clipped to; 0: not at all")
     parser.add_argument(
@@ -143,8 +146,8 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
     batches = [batch] * parsed.accumulation(recipe.batch)
     targets = tokens.numel() * len(batches)
     ends, issued, first_loss, clipped = [], None, 0.0, 0
-    for number in range(1, WARM_UP + options.steps + 2):
-        if on_gpu and number == WARM_UP:
+    for number in range(1, options.warm_up + options.steps + 2):
+        if on_gpu and number == options.warm_up:
             torch.cuda.reset_peak_memory_stats()
         before, issued = issued, step.issue(number, batches, targets)
         if before is not None:
@@ -152,7 +155,17 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
             first_loss = first_loss or result.loss
             clipped += bool(recipe.clip and result.grad_norm > recipe.clip)
         ends.append(time.perf_counter())
-    taken = [after - one for one, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
+    taken = [
+        after - one for one, after in zip(ends[options.warm_up :], ends[options.warm_up + 1 :], strict=False)
+    ]
+    resident_more = _resident() - resident
+    floor = None
+    if files is not None:
+        issued.read()
+        step.settle()
+        # As many bytes as an update reads and writes, at the rate of a few of them.
+        copied = min(COPIED, files.content)
+        floor = DirectCopy(scratch, copied).seconds() * files.content / copied
     workload = Workload(model, look(), recipe, parsed, tune=TuneSection(), compile=backend is not None)
     predicted = ledger(workload)
     compiled = step.placed.compiled
@@ -162,6 +175,7 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "compiled": compiled is not None and compiled.problem is None,
         "step_s": statistics.median(taken),
         "predicted_step_s": predicted_step(workload).seconds,
+        "disk_floor_s": floor,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "predicted_peak_bytes": predicted.peak_allocated,
         "host_bytes": step.host_bytes,
@@ -169,7 +183,7 @@ def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str
         "nvme_bytes": files.content if files else 0,
         "predicted_nvme_bytes": predicted.nvme,
         # The most that the process ever held, pinned memory included, above what it held before the network.
-        "resident_more_bytes": _resident() - resident,
+        "resident_more_bytes": resident_more,
         "clipped_steps": clipped,
         # Of the elements that the host updates.
         "late_share": None if late is None else late.chosen_share,

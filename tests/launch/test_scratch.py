@@ -91,10 +91,11 @@ def test_states_in_files_change_no_bit_of_a_run(train: Train, tmp_path: Path) ->
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("states", ["optimizer", "params"])
 def test_a_launcher_that_is_killed_leaves_files_which_the_next_start_removes(
-    train: Train, settings: Callable[..., list[str]], tmp_path: Path
+    train: Train, settings: Callable[..., list[str]], tmp_path: Path, states: str
 ) -> None:
-    layout = "fsdp=2,recompute=full,offload=optimizer@nvme+activations@nvme"
+    layout = f"fsdp=2,recompute=full,offload={states}@nvme+activations@nvme"
     options = {**EVERYTHING, "recipe__steps": 40, "checkpoint__every": 10}
     values = [word for value in settings(**options) for word in ("--set", value)]
     command = [sys.executable, "-m", "shoal", "train", "--layout", layout, "--run", str(tmp_path / "run")]
@@ -157,6 +158,33 @@ def test_a_disk_that_fills_up_in_a_step_keeps_the_last_commit(train: Train, tmp_
     continued = train(layout="offload=optimizer@nvme", **options)
     assert continued.report.code == FINISHED, continued.report.message
     assert continued.hexes == train("whole", "offload=optimizer@nvme", **options).hexes
+
+
+@pytest.mark.long
+def test_a_disk_that_fails_in_a_step_keeps_the_last_commit(train: Train, tmp_path: Path) -> None:
+    """What a state's file had is gone, and the kernel reads nothing there."""
+    options = {"recipe__steps": 40, "checkpoint__every": 8, "fault__max_restarts": 0}
+
+    def lose() -> None:
+        """Until it is read before it is written again."""
+        while not (tmp_path / "run" / "faults.jsonl").exists():
+            for file in (tmp_path / "run" / "scratch").glob(f"{PREFIX}*/00003.exp_avg"):
+                with suppress(OSError):
+                    os.truncate(file, 0)
+
+    with after_steps(tmp_path / "run", 20, lose):
+        run = train(layout="offload=params@nvme", **options)
+    assert run.report.code == FAILED and run.report.step in (8, 16, 24, 32)
+    said, _, log = run.report.message.partition("\n")
+    assert (
+        said.startswith("rank 0 failed: ")
+        and "00003.exp_avg cannot be read or written from byte 0 on" in said
+    )
+    assert "the disk is failing; offload.scratch = a directory on another one" in said and "its log" in log
+    assert not (tmp_path / "run" / "scratch").exists()
+    continued = train(layout="offload=params@nvme", **options)
+    assert continued.report.code == FINISHED, continued.report.message
+    assert continued.hexes == train("whole", "offload=params@nvme", **options).hexes
 
 
 def test_states_in_files_need_no_memory() -> None:

@@ -15,6 +15,7 @@ from tests.prove.covering import OTHERS, PAIRS, Twin
 from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
+from shoal.predict.memory import ledger, ledgers
 from shoal.prove.coverage import FULL
 from shoal.prove.dryrun import dryrun, first_rank
 
@@ -322,3 +323,23 @@ def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
     workload = twin.workload()
     stage = 0 if number % 2 == 0 else workload.layout.pp - 1
     assert dryrun(workload, first_rank(workload.layout, stage)).differences(0) == []
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_data_ranks_that_keep_different_shares_of_their_states_each_cost_what_is_predicted(rank: int) -> None:
+    """Each of ``zero=1|2`` cuts a fraction between parts of its own: the last one keeps the most here, and the ledger
+    is that one's, with what the third has off the device, which is the most of all."""
+    workload = ask("fsdp=4,zero=1,offload=optimizer:0.3", {"layers": 3}, precision="bf16", batch=8)
+    ranks = [ledgers(workload, shard)[0] for shard in range(4)]
+    assert len({one.host for one in ranks}) == 4
+    seen = dryrun(workload, rank)
+    assert seen.differences(0) == []
+    assert (seen.memory.host, seen.predicted.host) == (ranks[rank].host, ranks[rank].host)
+    worst = ledger(workload)
+    assert (worst.peak_allocated, worst.host) == (ranks[3].peak_allocated, ranks[2].host)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "params"])
+def test_a_bucket_that_a_fraction_cuts_keeps_nothing_of_what_leaves(what: str) -> None:
+    workload = ask(f"fsdp=2,zero=2,offload={what}:0.5", {"layers": 4})
+    assert dryrun(workload, 1).differences(0) == []

@@ -187,7 +187,7 @@ def apply(
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.fully_sharded:
-            return FullyShard(roots, held, mesh, summed, in_float8, frozen=still)
+            return FullyShard(roots, held, mesh, summed, in_float8, frozen=still, staged=staged)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype, blockwise)
         if group.replicated.size > 1 and not strict:
@@ -236,7 +236,9 @@ def apply(
     # Gathers of ZeRO-1 and 2, and fp8 scales, read weights right after an update: they must wait for it.
     reads_ahead = None
     if float8 is None and not any(isinstance(part, ShardedStates) for part in parts):
-        reads_ahead = layout.unit * (tune.prefetch + 1) if fully else int(fetched is not None)
+        # What is read from files is, one unit further.
+        further = 1 + (staged is not None)
+        reads_ahead = layout.unit * (tune.prefetch + further) if fully else int(fetched is not None)
     placed = Placed(
         segments=segments,
         weights=[*frozen, *gradients.weights()],

@@ -39,7 +39,8 @@ from shoal.models.nf4 import PACKED
 from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.offload.params import GatheredFromHome
+from shoal.parallel.offload.params import GatheredFromHome, UnitFromHome, read_ahead
+from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.replica_sums import ReplicaSums
 from shoal.parallel.shards import HeldParameter, Shard, counts, hand, slice_of, updated
 from shoal.parallel.stage_module import StageModule, fill_storage, local_tensor
@@ -186,10 +187,12 @@ class FullyShard:
         reduce_dtype: torch.dtype,
         in_float8: Sequence[Float8Gather] = (),
         frozen: Sequence[HeldParameter] = (),
+        staged: StagedFiles | None = None,
     ) -> None:
         """``roots``, one for each stage, have left the meta device; ``held`` has FSDP's own parameters.
 
         ``in_float8``: those of them that travel so. ``frozen``: those that FSDP gathers and nothing updates.
+        ``staged``: what fetches rows that rest in files.
         """
         self.roots = {stage: root.module for stage, root in roots.items()}
         self.replicas = mesh.layout.dp > 1
@@ -200,8 +203,14 @@ class FullyShard:
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
         homes = {one.parameter: one for one in (*held, *frozen) if one.home is not None}
-        gathered = (_gather_once(root, homes) for root in roots.values())
-        found = {label: weight for of_root in gathered for label, weight in of_root.items()}
+        gathered = [_gather_once(root, homes) for root in roots.values()]
+        found = {label: weight for of_root in gathered for label, weight in of_root.weights.items()}
+        units = [unit for of_root in gathered for unit in of_root.units]
+        self.ahead = None
+        if staged is not None:
+            self.ahead = read_ahead(units, staged)
+            for root in roots.values():
+                self.ahead.watch(root.module)
         self.gathered = [found[one.label] for one in held]
         for one in in_float8:
             one.drop_storage()
@@ -217,6 +226,8 @@ class FullyShard:
         self.pieces = [piece for piece in pieces if piece.start < piece.stop]
 
     def start_step(self) -> None:
+        if self.ahead is not None:
+            self.ahead.drop()
         for parameter in self.parameters.values():
             parameter.grad = None
         for piece in self.pieces:
@@ -265,31 +276,38 @@ class FullyShard:
         return [module for root in self.roots.values() for module in _sharded_modules(root)]
 
 
-def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter]) -> dict[str, nn.Parameter]:
-    """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes.
+class GatheredOnce(NamedTuple):
+    weights: dict[str, nn.Parameter]  # that the network computes with, by name
+    units: list[UnitFromHome]  # what of each unit rests off the device, in forward order
+
+
+def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter]) -> GatheredOnce:
+    """Of what the network computes with FSDP makes the parameters once, and only their storage goes.
 
     Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
     """
-    found: dict[str, nn.Parameter] = {}
-    seen = set()
+    found = GatheredOnce({}, [])
+    seen: set[Any] = set()
     for module in _sharded_modules(root.module):
         group = _group(module)
-        if group is not None and id(group) in seen:
-            continue  # modules that are one unit have one group; what rests in files cannot be gathered again yet
-        seen.add(id(group))
-        resting = [one for one in (group.fsdp_params if group else ()) if one.sharded_param in homes]
+        if group is None or group in seen:
+            continue  # a unit of several modules
+        seen.add(group)
+        resting = [one for one in group.fsdp_params if one.sharded_param in homes]
         for one in resting:
             fill_storage(one.sharded_param)
         module.unshard()
         for name, parameter in root.named.named_parameters():
             if not isinstance(parameter, DTensor):
-                found[name] = parameter
+                found.weights[name] = parameter
         module.reshard()
+        asked = []
         for one in resting:
             # Private: FSDP asks this very tensor, and looks for what it can be asked when it first pads it.
             rows, held = one.sharded_param._local_tensor, homes[one.sharded_param]
-            GatheredFromHome(rows, one.padded_sharded_param_size, held)
+            asked.append(GatheredFromHome(rows, one.padded_sharded_param_size, held))
             one._init_extensions()
+        found.units.append(UnitFromHome(asked, group._reshard_after_forward))
     return found
 
 

@@ -51,7 +51,8 @@ class ShardedBucket:
         self.dtype: torch.dtype = held[0].states or first.dtype
         self.placed: list[tuple[Shard, slice]] = []  # pieces of the chunk, each with its place there
         self.whole: Tensor | None = None  # gradients of all that is in the bucket
-        self.shard: Tensor  # gradients of the chunk
+        self.shard: Tensor  # gradients of the chunk, as far as they are kept
+        self.kept: dict[Shard, slice] = {}  # and where
         self.missing = 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -82,7 +83,19 @@ class ShardedBucket:
             piece = Shard(one, nn.Parameter(master[place]), start, stop, counts(one, mesh), working)
             self.placed.append((piece, place))
             begin = place.stop
+        self.kept = dict(self.placed)
         return self.placed
+
+    def keep_but(self, gone: Callable[[Shard], bool]) -> None:
+        """From now on no gradients of these pieces, which are given away as they land."""
+        kept = [(piece, place.stop - place.start) for piece, place in self.placed if not gone(piece)]
+        if len(kept) == len(self.placed):
+            return
+        self.kept, begin = {}, 0
+        for piece, size in kept:
+            self.kept[piece] = slice(begin, begin + size)
+            begin += size
+        self.shard = self.shard.new_zeros(begin)
 
     def add_up(self) -> None:
         """From now on gradients add up in ``whole``, in place."""
@@ -203,9 +216,9 @@ class ShardedStates:
             self._land()
         if self.replicas is not None:
             self._sum_replicas()
-        for piece, bucket, place in self.places:
-            if piece not in self.taken:
-                hand(piece, bucket.shard[place])
+        for piece, bucket, _ in self.places:
+            if piece in bucket.kept:
+                hand(piece, bucket.shard[bucket.kept[piece]])
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
@@ -215,18 +228,16 @@ class ShardedStates:
                 work.wait()
 
     def leave_early(self, leave: Callable[..., None]) -> None:
-        """Give gradients of offloaded pieces away as they land; where all of a bucket's do, its chunk has none here."""
+        """Give gradients of offloaded pieces away as they land."""
         self.leave = leave
         for bucket in self._buckets():
-            if all(piece.away is not None and piece.away.early for piece, _ in bucket.placed):
-                bucket.shard = bucket.shard.new_empty(0)
+            bucket.keep_but(lambda piece: piece.away is not None and piece.away.early)
 
     def take_early(self, take: Callable[[Shard, Tensor], None], pieces: list[Shard]) -> None:
-        """Give these pieces' gradients away as they land; where all of a bucket's are, its chunk has none."""
+        """Give these pieces' gradients away as they land."""
         self.take, self.taken = take, set(pieces)
         for bucket in self._buckets():
-            if all(piece in self.taken for piece, _ in bucket.placed):
-                bucket.shard = bucket.shard.new_empty(0)
+            bucket.keep_but(self.taken.__contains__)
 
     def weights(self) -> list[tuple[str, Slice]]:
         return whole_weights(self.held)
@@ -273,7 +284,7 @@ class ShardedStates:
                 if piece in self.taken:
                     self.take(piece, summed[place])
                 else:
-                    bucket.shard[place].add_(summed[place])
+                    bucket.shard[bucket.kept[piece]].add_(summed[place])
         elif self.zero == 2:
             bucket.shard.add_(summed)
         elif self.reduce_dtype is not None:
@@ -286,7 +297,7 @@ class ShardedStates:
                 # A copy: what was sent goes at once, and it is as many times larger as there are ranks.
                 leave(piece, summed[place].clone(), together=bucket)
             else:
-                bucket.shard[place].add_(summed[place])
+                bucket.shard[bucket.kept[piece]].add_(summed[place])
 
     def _sum_replicas(self) -> None:
         works = []

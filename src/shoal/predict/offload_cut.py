@@ -26,8 +26,26 @@ from shoal.predict.workload import Workload
 EMBEDDINGS = "model.embed_"  # of tokens, and of learned positions
 
 
-def share_away(workload: Workload, what: str, stage: int = 0) -> float:
-    """``what``: optimizer, params or activations; of pipeline rank ``stage``."""
+# Of more data ranks, so many are looked at: the more they are, the smaller the parts between which each cuts.
+LOOKED_AT = 8
+
+
+def shards_apart(workload: Workload) -> range:
+    """The data ranks that may keep different shares of the states that they update: each cuts between other parts."""
+    part = waiting(workload.layout.offload, "optimizer")
+    if part is None or part.fraction == 1.0 or not _in_chunks(workload) or workload.lora is not None:
+        return range(1)
+    return range(min(LOOKED_AT, workload.groups[DENSE].sharded.size))
+
+
+def shard_of(workload: Workload, rank: int) -> int:
+    """The place of a rank among the data ranks that share optimizer states."""
+    group = workload.groups[DENSE].sharded
+    return rank // group.stride % group.size
+
+
+def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) -> float:
+    """``what``: optimizer, params or activations; of pipeline rank ``stage``, and there of data rank ``shard``."""
     part = waiting(workload.layout.offload, what)
     if part is None:
         return 0.0
@@ -36,17 +54,17 @@ def share_away(workload: Workload, what: str, stage: int = 0) -> float:
     if part.fraction == 1.0 or what == "activations" or adapters:
         return part.fraction
     if what == "optimizer":
-        pieces = _updated(workload, stage)
-        return sum(_away(workload, stage)) / sum(size for _, size in pieces)
+        pieces = _updated(workload, stage, shard)
+        return sum(_away(workload, stage, shard)) / sum(size for _, size in pieces)
     held = _held(workload, stage)
     sizes = [size for _, size in held]
     return sum(sizes[offloaded(sizes, part.fraction) :]) / sum(sizes)
 
 
-def largest_piece(workload: Workload, stage: int) -> int:
-    """Elements of the largest piece whose states are offloaded, of those that pipeline rank ``stage`` updates."""
+def largest_piece(workload: Workload, stage: int, shard: int) -> int:
+    """Elements of the largest piece whose states are offloaded, of those that a rank updates."""
     if workload.lora is None:
-        return max(_away(workload, stage), default=0)
+        return max(_away(workload, stage, shard), default=0)
     # Adapters alone are updated. A chunk of a bucket may have all of one.
     ranks = workload.groups[ADAPTERS].sharded.size if not _in_chunks(workload) else 1
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, stage)
@@ -54,11 +72,11 @@ def largest_piece(workload: Workload, stage: int) -> int:
     return max((padded_size(one, ranks) // ranks for one in factors), default=0)
 
 
-def _away(workload: Workload, stage: int) -> list[int]:
+def _away(workload: Workload, stage: int, shard: int) -> list[int]:
     """Sizes of the pieces that the host updates: of a fraction the last, and of parameters that rest away all."""
     part, resting = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     assert part is not None
-    pieces, home = _updated(workload, stage), frozenset[str]()
+    pieces, home = _updated(workload, stage, shard), frozenset[str]()
     first = offloaded([size for _, size in pieces], part.fraction)
     if resting is not None and _in_chunks(workload):
         held = _held(workload, stage)
@@ -74,10 +92,11 @@ def _in_chunks(workload: Workload) -> bool:
     return dense.sharded.size > 1 and not dense.fully_sharded
 
 
-def _updated(workload: Workload, stage: int) -> Sequence[tuple[str, int]]:
+def _updated(workload: Workload, stage: int, shard: int) -> Sequence[tuple[str, int]]:
     """What a rank updates, piece by piece in forward order."""
     if _in_chunks(workload) and workload.lora is None:
-        ranges = updated_ranges(sharing_of(workload), stage * stride("pp", workload.layout))
+        rank = stage * stride("pp", workload.layout) + shard * workload.groups[DENSE].sharded.stride
+        ranges = updated_ranges(sharing_of(workload), rank)
         place = {label: number for number, (label, _) in enumerate(_held(workload, stage))}
         pieces = ((one.label, one.stop - one.start) for one in ranges)
         return sorted(pieces, key=lambda piece: place[piece[0]])

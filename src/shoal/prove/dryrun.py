@@ -27,6 +27,7 @@ from shoal.observe.collectives import IssuedCall
 from shoal.observe.memory import AllocationSite
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.device import on_top, workspace
+from shoal.predict.offload_cut import shard_of
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
 from shoal.prove.balanced_routing import balanced
@@ -115,7 +116,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
         workload,
         rank,
         _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step),
-        ledgers(workload)[stage],
+        ledgers(workload, shard_of(workload, rank))[stage],
         watch.counter.traffic(),
         sorted(traffic(workload, rank)),
         watch.counter.calls,

@@ -79,6 +79,8 @@ def _ones(tensor: FakeTensor) -> Any:
 class SizesAlone:
     """Files of a dry run: what would be on the disk is counted, and nothing is moved."""
 
+    parts = ()
+
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
 
@@ -97,11 +99,13 @@ class SizesAlone:
     ) -> SizesAlone:
         return self.read(name, tensor, start)
 
-    def read(self, name: str, tensor: torch.Tensor, start: int = 0) -> SizesAlone:
+    def read(
+        self, name: str, tensor: torch.Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> SizesAlone:
         assert start + tensor.nbytes <= self._sizes[name]
         return self
 
-    def each(self, name: str, move: Callable[[FilePart], None]) -> SizesAlone:
+    def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> SizesAlone:
         assert name in self._sizes
         return self
 

@@ -96,6 +96,10 @@ def test_what_is_left_out_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pp=2", {}, {"shoal"}),  # tiny's embedding is its head
         ("dp=2,tp=2", {}, {"shoal"}),
         ("recompute=full", {}, {"shoal"}),
+        ("offload=optimizer", {}, {"shoal", "deepspeed"}),
+        ("offload=optimizer+params@nvme", {}, {"shoal", "deepspeed"}),
+        ("offload=optimizer:0.5", {}, {"shoal"}),
+        ("recompute=full,offload=optimizer", {}, {"shoal"}),
         ("dp=1", {"recipe.dropout": 0.1}, {"shoal"}),
         ("dp=1", {"model.preset": "gpt2"}, {"shoal", "transformers"}),
     ],

@@ -103,8 +103,8 @@ class Copies(Hardware):
 
     to_device: Positive | None  # from pinned memory
     to_host: Positive | None
-    disk_write: Positive | None  # until the disk has it
-    disk_read: Positive | None  # not out of the page cache
+    disk_write: Positive | None  # past the system's cache
+    disk_read: Positive | None
 
 
 class Measurements(Hardware):

@@ -4,6 +4,9 @@ Direct: past the system's cache, which would take memory beside what the caller 
 few threads keep several blocks of a file on their way at once; the system's calls and the hash let go of the
 interpreter's lock meanwhile. Every block's BLAKE3 hash is kept in memory and compared when the block is read.
 
+Reads and writes have threads of their own: a step waits for what is read, and it would stand behind all that was to be
+written before; and while some threads hash, others keep the disk at work.
+
 Buffers are the caller's, from ``aligned``: while a transfer runs, its buffer is not to be touched.
 """
 
@@ -13,8 +16,9 @@ import errno
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +38,10 @@ PIECE, THREADS = STAGED, STAGES
 
 class FileTransfer(Protocol):
     """A read or a write that has begun."""
+
+    @property
+    def parts(self) -> Sequence[Future[None]]:
+        """What of it runs at once, or did."""
 
     def done(self) -> bool: ...
 
@@ -70,10 +78,12 @@ class Files(Protocol):
         self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
     ) -> FileTransfer: ...
 
-    def read(self, name: str, tensor: Tensor, start: int = 0) -> FileTransfer: ...
+    def read(
+        self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> FileTransfer: ...
 
-    def each(self, name: str, move: Callable[[FilePart], None]) -> FileTransfer:
-        """All parts of a file, a few at a time; what is asked of one later comes later."""
+    def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> FileTransfer:
+        """All parts of a file, a few at a time; what is asked of one later comes later. ``writes``: not only reads."""
 
     def remove(self, name: str) -> None: ...
 
@@ -84,7 +94,7 @@ class Files(Protocol):
 
 
 class ScratchDamaged(RuntimeError):
-    """A disk gave back other bytes than it was given."""
+    """A disk gave back other bytes than it was given, or failed to."""
 
 
 @dataclass
@@ -118,17 +128,23 @@ class DiskTransfer:
     """A read or a write that runs in the background."""
 
     def __init__(self, pieces: list[Future[None]]) -> None:
-        self._pieces = pieces
+        self.parts = pieces
 
     def done(self) -> bool:
-        return all(one.done() for one in self._pieces)
+        return all(one.done() for one in self.parts)
 
     def result(self) -> None:
         """Wait for its end; raises what went wrong: an ``OSError`` that names the file, or ``ScratchDamaged``."""
         # All of them, before any is raised: afterwards no thread touches the buffer.
-        wait(self._pieces)
-        for one in self._pieces:
+        wait(self.parts)
+        for one in self.parts:
             one.result()
+
+
+def wait_for_part(transfers: Iterable[FileTransfer]) -> None:
+    """Until one more part of what is on its way has ended; at once where nothing is."""
+    if going := [one for transfer in transfers for one in transfer.parts if not one.done()]:
+        wait(going, return_when=FIRST_COMPLETED)
 
 
 class DirectFiles:
@@ -141,7 +157,8 @@ class DirectFiles:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._files: dict[str, DirectFile] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="scratch")
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="scratch-read")
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="scratch-write")
 
     @property
     def bytes(self) -> int:
@@ -186,19 +203,21 @@ class DirectFiles:
 
         Up to the file's end or in whole pieces. ``after``: returns when the tensor has its values.
         """
-        return self._start(name, tensor, start, _write_piece, after)
+        return self._start(self._writers, name, tensor, start, _write_piece, after)
 
-    def read(self, name: str, tensor: Tensor, start: int = 0) -> DiskTransfer:
-        """Read it back, into an aligned buffer."""
+    def read(
+        self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> DiskTransfer:
+        """Read it back, into an aligned buffer. ``after``: returns when the buffer is free."""
         file = self._files[name]
         if any(file.last[number] is None for number in _pieces(file, tensor, start)):
             raise ValueError(f"{name} was never written")
-        return self._start(name, tensor, start, _read_piece)
+        return self._start(self._readers, name, tensor, start, _read_piece, after)
 
-    def each(self, name: str, move: Callable[[FilePart], None]) -> DiskTransfer:
+    def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> DiskTransfer:
         file = self._files[name]
         moves = {number: partial(move, DiskPart(file, number)) for number in range(len(file.last))}
-        return self._submit(file, moves)
+        return _submit(self._writers if writes else self._readers, file, moves)
 
     def remove(self, name: str) -> None:
         """A file that nothing will be asked of, when what was has ended."""
@@ -209,7 +228,8 @@ class DirectFiles:
 
     def close(self) -> None:
         """Wait for what runs, and let go of the files; their directory removes them."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
             os.close(file.handle)
         self._files.clear()
@@ -218,6 +238,7 @@ class DirectFiles:
 
     def _start(
         self,
+        pool: ThreadPoolExecutor,
         name: str,
         tensor: Tensor,
         start: int,
@@ -229,17 +250,19 @@ class DirectFiles:
         for number in _pieces(file, tensor, start):
             piece = view[number * PIECE - start : (number + 1) * PIECE - start]
             moves[number] = partial(move, file, number, piece)
-        return self._submit(file, moves, after)
+        return _submit(pool, file, moves, after)
 
-    def _submit(
-        self,
-        file: DirectFile,
-        moves: Mapping[int, Callable[[], None]],
-        after: Callable[[], None] | None = None,
-    ) -> DiskTransfer:
-        for number, move in moves.items():
-            file.last[number] = self._pool.submit(_after, file.last[number], after, move)
-        return DiskTransfer([job for number in moves if (job := file.last[number]) is not None])
+
+def _submit(
+    pool: ThreadPoolExecutor,
+    file: DirectFile,
+    moves: Mapping[int, Callable[[], None]],
+    after: Callable[[], None] | None = None,
+) -> DiskTransfer:
+    """What was asked for earlier of the same piece comes first: what waits for it waits for what has begun."""
+    for number, move in moves.items():
+        file.last[number] = pool.submit(_after, file.last[number], after, move)
+    return DiskTransfer([job for number in moves if (job := file.last[number]) is not None])
 
 
 def _write_piece(file: DirectFile, number: int, memory: memoryview) -> None:
@@ -250,9 +273,8 @@ def _write_piece(file: DirectFile, number: int, memory: memoryview) -> None:
 def _read_piece(file: DirectFile, number: int, memory: memoryview) -> None:
     _move(os.preadv, file, number * PIECE, memory)
     if _hash(file, number, memory) != file.hashes[number]:
-        raise ScratchDamaged(
-            f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on: "
-            "the disk is failing; offload.scratch = a directory on another one"
+        raise _damaged(
+            f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on"
         )
 
 
@@ -266,9 +288,9 @@ def _after(
     after: Callable[[], None] | None,
     move: Callable[[], None],
 ) -> None:
-    """What was asked for earlier of the same piece comes first: it was started before, so it is under way."""
     if before is not None:
-        wait([before])
+        with suppress(CancelledError):  # which ``wait`` would not hear of
+            before.exception()
     if after is not None:
         after()
     move()
@@ -281,13 +303,22 @@ def _move(call: Callable[..., int], file: DirectFile, start: int, memory: memory
         try:
             moved = call(file.handle, [memory[done:]], start + done)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(file.path)) from None
+            raise _failed(error.errno or errno.EIO, file, start + done) from None
         # It goes on at a whole block. The last one of a full disk is never whole.
         moved -= moved % BLOCK
         if moved == 0:
-            kind = errno.ENOSPC if call is os.pwritev else errno.EIO
-            raise OSError(kind, os.strerror(kind), str(file.path))
+            raise _failed(errno.ENOSPC if call is os.pwritev else errno.EIO, file, start + done)
         done += moved
+
+
+def _failed(kind: int, file: DirectFile, start: int) -> Exception:
+    if kind == errno.EIO:
+        return _damaged(f"{file.path} cannot be read or written from byte {start:,} on ({os.strerror(kind)})")
+    return OSError(kind, os.strerror(kind), str(file.path))
+
+
+def _damaged(what: str) -> ScratchDamaged:
+    return ScratchDamaged(f"{what}: the disk is failing; offload.scratch = a directory on another one")
 
 
 def _hash(file: DirectFile, number: int, memory: memoryview) -> bytes:

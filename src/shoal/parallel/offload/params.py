@@ -7,8 +7,9 @@ it, and finds its values again. The weights themselves are the host's (``paralle
 and nothing of them has to return.
 
 Where FSDP gathers (``zero=3``), it asks each rank's rows how to send them, ahead of their use as always: these come
-from the host as they are asked for. FSDP's own ``CPUOffloadPolicy`` would do that too, and would send gradients away
-as it sees fit: through pinned memory of twice their size, and added up while the device waits.
+from the host as they are asked for, and from files as ``rows_ahead.py`` has read them. FSDP's own ``CPUOffloadPolicy``
+would do that too, and would send gradients away as it sees fit: through pinned memory of twice their size, and added up
+while the device waits.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.layout.offload import offloaded
-from shoal.facts.model.parameters import CORRECTION
+from shoal.facts.model.parameters import CORRECTION, block_of
 from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.rows_ahead import RowsAhead, UnitOfRows
 from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.offload.weight_files import FiledWeight
 from shoal.parallel.shards import HeldParameter, WeightFile
@@ -73,10 +75,13 @@ def make_homes(
 class GatheredFromHome:
     """How FSDP gathers one parameter, of which this rank's rows rest off the device."""
 
+    ahead: RowsAhead | None = None  # what reads rows before they are asked for
+
     def __init__(self, rows: Tensor, padded: torch.Size, held: HeldParameter) -> None:
         """``rows``: FSDP's, whose storage goes. ``padded``: their shape as they travel."""
         assert held.home is not None
-        self.padded, self.home, self.file, self.device = padded, held.home, held.home_file, rows.device
+        self.label, self.padded, self.device = held.label, padded, rows.device
+        self.home, self.file = held.home, held.home_file
         told: Any = rows
         told.fsdp_pre_all_gather, told.fsdp_post_all_gather = self.before, self.after
         empty_storage(rows)
@@ -89,8 +94,10 @@ class GatheredFromHome:
         rows = sent[: self.home.shape[0]]
         if self.file is None:
             rows.copy_(self.home, non_blocking=True)
-        else:
+        elif self.ahead is None:
             self.file.fetch(rows).result()
+        else:
+            self.ahead.give(self.file, rows)
         return (sent,), None
 
     def after(
@@ -98,6 +105,24 @@ class GatheredFromHome:
     ) -> None:
         """What came lies where FSDP's parameter, which it has made before, expects it."""
         assert out is not None
+
+
+class UnitFromHome(NamedTuple):
+    """What FSDP gathers at once, as far as it rests off the device."""
+
+    rows: list[GatheredFromHome]  # in the order that it asks for them
+    again: bool  # in the backward pass too
+
+
+def read_ahead(units: Sequence[UnitFromHome], staged: StagedFiles) -> RowsAhead:
+    """From now on rows of blocks that rest in files are read before FSDP asks for them. ``units``: in forward order."""
+    blocks = [([one for one in unit.rows if block_of(one.label) is not None], unit.again) for unit in units]
+    filed = [UnitOfRows([one.file for one in rows if one.file is not None], again) for rows, again in blocks]
+    ahead = RowsAhead(filed, staged)
+    for rows, _ in blocks:
+        for one in rows:
+            one.ahead = ahead
+    return ahead
 
 
 Fetched = Mapping[nn.Parameter, Tensor]  # parameters that are used together, each with its home

@@ -53,7 +53,7 @@ def scratch_problems(
     kind = file_system(place)
     if kind in IN_MEMORY:
         found.append(Problem(f"the scratch directory {root} is in memory ({kind})", FIX, where))
-    elif (reason := _direct_problem(place)) is not None:
+    elif (reason := direct_problem(place)) is not None:
         found.append(Problem(f"the scratch directory {root} {reason}", FIX, where))
     deadline = time.monotonic() + OUTLIVES
     while time.monotonic() < deadline and any(owner.get("run") == run for owner in _live(root)):
@@ -131,7 +131,7 @@ def file_system(path: Path) -> str:
     return best
 
 
-def _direct_problem(place: Path) -> str | None:
+def direct_problem(place: Path) -> str | None:
     """Why files there cannot be read and written past the system's cache; None if they can."""
     name = place / f".{PREFIX}{os.getpid()}"
     try:

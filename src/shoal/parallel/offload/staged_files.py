@@ -24,7 +24,7 @@ class StagedFiles:
     """
 
     def __init__(self, files: Files, memory: HostMemory) -> None:
-        self.files, self._memory = files, memory
+        self.files, self.memory = files, memory
         # Two streams: of a link both ways are used at once.
         self._out, self._back = (
             torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None for _ in range(2)
@@ -42,7 +42,7 @@ class StagedFiles:
                 self._copy(_bytes(flat, part), buffer, self._out, ready)
                 part.write(buffer)
 
-        return self.files.each(name, move)
+        return self.files.each(name, move, writes=True)
 
     def fetch(self, name: str, into: Tensor) -> FileTransfer:
         """Back; the tensor has no gaps."""
@@ -53,7 +53,7 @@ class StagedFiles:
                 part.read(buffer)
                 self._copy(buffer, _bytes(flat, part), self._back, ready)
 
-        return self.files.each(name, move)
+        return self.files.each(name, move, writes=False)
 
     def add(
         self, name: str, tensor: Tensor, wide: torch.dtype, first: bool, squares: dict[int, float]
@@ -82,11 +82,11 @@ class StagedFiles:
                 squares[part.start] = float(torch.linalg.vector_norm(total).double().square())
                 part.write(buffer)
 
-        return self.files.each(name, move)
+        return self.files.each(name, move, writes=True)
 
     def _fill(self, queue: SimpleQueue[Tensor]) -> None:
         for _ in range(STAGES):
-            queue.put(self.files.room(self._memory, STAGED).bytes)
+            queue.put(self.files.room(self.memory, STAGED).bytes)
 
     def _copy(
         self, source: Tensor, into: Tensor, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None

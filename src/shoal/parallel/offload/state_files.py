@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.layout.offload import RING, STRETCHES, ring_elements
-from shoal.parallel.offload.direct_files import PIECE, Files, FileTransfer
+from shoal.parallel.offload.direct_files import PIECE, Files, FileTransfer, wait_for_part
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.parallel.offload.scratch import BLOCK
 from shoal.parallel.shards import Shard, goes_home
@@ -172,11 +172,7 @@ class StateFiles:
         and these go where the weights rest.
         """
         for stretch in self._cut(piece):
-            while not any(one.stretch == stretch for one in self._held):
-                self._held[0].settle()
-                self._read_ahead()
-            section = next(one for one in self._held if one.stretch == stretch)
-            section.settle()
+            section = self._read(stretch)
             yield stretch.start, dict(section.values)
             filed, rests = self.filed[piece], goes_home(piece)
             section.moving = [
@@ -195,6 +191,16 @@ class StateFiles:
         """Wait until all is written; raises what went wrong."""
         while self._held:
             self._held.popleft().settle()
+
+    def _read(self, stretch: FileStretch) -> FileSection:
+        """A stretch that is in memory. Until it is, what has been written makes room for those that come after it."""
+        while True:
+            self._read_ahead()
+            section = next((one for one in self._held if one.stretch == stretch), None)
+            if section is not None and all(one.done() for one in section.moving):
+                section.settle()
+                return section
+            wait_for_part(one for held in self._held for one in held.moving)
 
     def _cut(self, piece: Shard) -> Iterator[FileStretch]:
         """Between what is hashed at once, of the narrowest file too."""

@@ -351,6 +351,8 @@ def _add_up(room: Tensor, landed: Tensor, left: torch.cuda.Event | None, first: 
 def _make_here(piece: Shard) -> None:
     """The master copy of a piece that stays: none was made before it was known which those are."""
     assert piece.working is not None
-    made = nn.Parameter(torch.empty_like(piece.working, dtype=piece.tensor.dtype))
+    # As wide as what the network reads it is that.
+    same = piece.working.dtype == piece.tensor.dtype
+    made = nn.Parameter(piece.working if same else torch.empty_like(piece.working, dtype=piece.tensor.dtype))
     made.grad_dtype = piece.tensor.grad_dtype
     piece.tensor = made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,10 @@ class FiledWeight:
         values = torch.empty(self.stands.shape, dtype=self.stands.dtype, device="cpu")
         self.fetch(values).result()
         return values
+
+    def start_read(self, into: Tensor, after: Callable[[], None] | None) -> FileTransfer:
+        """All of them into an aligned buffer, when ``after`` has returned."""
+        return self._staged.files.read(self._name, into, after=after)
 
     def start_write(self, start: int, values: Tensor) -> FileTransfer:
         """Some elements, from ``start`` on, that lie in an aligned buffer."""

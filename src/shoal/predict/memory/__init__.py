@@ -10,6 +10,7 @@ holds beyond its tensors (``device``). A ledger is the largest sum of what is th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.facts.layout.offload import leaves_early
 from shoal.facts.ledger import Ledger
@@ -24,24 +25,30 @@ from shoal.predict.memory.replicate import ReplicatedGradients
 from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
 from shoal.predict.memory.states import elsewhere, optimizer_states, parameters
 from shoal.predict.memory.zero import ScatteredGradients
+from shoal.predict.offload_cut import shards_apart
 from shoal.predict.workload import Workload
 
 
 def ledger(workload: Workload, fits: Callable[[Ledger], bool] | None = None) -> Ledger:
     """Of the rank of the pipeline that needs the most; or of the first that does not fit, where that is all that is
     asked.
+
+    Where data ranks keep different shares of their states: of the one that keeps the most, with what that one has off
+    the device that keeps the least.
     """
     found = []
     for rank in fullest_ranks(workload):
-        found.append(_rank_ledger(rank))
+        alike = [_rank_ledger(replace(rank, shard=shard)) for shard in shards_apart(workload)]
+        most = max(alike, key=lambda one: one.peak_allocated)
+        found.append(replace(most, host=max(one.host for one in alike), nvme=max(one.nvme for one in alike)))
         if fits is not None and not fits(found[-1]):
             return found[-1]
     return max(found, key=lambda one: one.peak_allocated)
 
 
-def ledgers(workload: Workload) -> list[Ledger]:
-    """Of every rank of the pipeline."""
-    return [_rank_ledger(rank) for rank in rank_inventories(workload)]
+def ledgers(workload: Workload, shard: int = 0) -> list[Ledger]:
+    """Of every rank of the pipeline; ``shard``: of the data ranks that share optimizer states, this one."""
+    return [_rank_ledger(replace(rank, shard=shard)) for rank in rank_inventories(workload)]
 
 
 def rank_gradients(rank: RankInventory) -> RankGradients:

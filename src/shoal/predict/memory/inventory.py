@@ -98,6 +98,7 @@ class RankInventory:
     hold: BytesPerParameter  # bytes per parameter
     micro_batch: MicroBatchBytes
     sharded: bool  # parameters rest in shards
+    shard: int = 0  # of the data ranks that share optimizer states, this one
 
     @cached_property
     def total(self) -> ParameterCount:
@@ -152,7 +153,9 @@ class RankInventory:
 
     def offloaded(self, what: str) -> float:
         """The share of optimizer, params or activations that waits off the device."""
-        return share_away(self.workload, what, self.number) if self.workload.layout.offload else 0.0
+        if not self.workload.layout.offload:
+            return 0.0
+        return share_away(self.workload, what, self.number, self.shard)
 
     @cached_property
     def data_ranks(self) -> int:

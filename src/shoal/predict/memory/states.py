@@ -63,7 +63,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
         adds_up = adds_up and leaves_early(workload.layout)
         all_filed = params is not None and params.nvme and optimizer.nvme
-        largest = largest_piece(workload, rank.number) if optimizer.nvme else 0
+        largest = largest_piece(workload, rank.number, rank.shard) if optimizer.nvme else 0
         # Weights that rest with the host return to no device.
         through_ring = states_may_be_late(workload.recipe, workload.layout) and params is None
         returning = away if through_ring else 0.0
@@ -73,7 +73,18 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
         if params.nvme and optimizer is not None and not optimizer.nvme:
             host += staged_bytes(adds_up=False)  # of weights alone
+        if params.nvme and rank.sharded:
+            host += min(weights, _rows_ahead(rank))
     return OffDevice(host, nvme)
+
+
+def _rows_ahead(rank: RankInventory) -> float:
+    """One unit's rows of blocks, read before FSDP asks for them. Those of experts that are whole are fetched."""
+    layout, found = rank.workload.layout, 0.0
+    for run in (run for stage in rank.stages for run in stage.runs):
+        here = run.block.trained_share - (rank.whole_experts if run.experts else 0)
+        found = max(found, here * min(layout.unit, run.layers))
+    return rank.hold.weight * found
 
 
 def _weights(rank: RankInventory) -> float:

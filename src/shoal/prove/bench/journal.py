@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -60,6 +62,7 @@ class StepClock:
 
     def begin(self) -> None:
         self._marks, self._events = [], []
+        forget_peak_resident()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -82,10 +85,28 @@ class StepClock:
         return [second - first for first, second in pairwise(self._marks)]
 
     def peaks(self) -> dict[str, int | None]:
-        """Bytes of this turn. A CPU's allocator keeps no such count, and a process's own is mostly libraries."""
+        """Bytes of this turn. A CPU's allocator keeps no such count; a process's own has its libraries in it."""
+        resident = peak_resident()
         if not self._on_gpu:
-            return {"peak_allocated": None, "peak_reserved": None}
+            return {"peak_allocated": None, "peak_reserved": None, "peak_resident": resident}
         return {
+            "peak_resident": resident,
             "peak_allocated": torch.cuda.max_memory_allocated(self._device),
             "peak_reserved": torch.cuda.max_memory_reserved(self._device),
         }
+
+
+def forget_peak_resident() -> None:
+    """From now on ``peak_resident`` counts anew, where the system lets a process say so."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_resident() -> int | None:
+    """The most bytes of the host's memory that this process has had; None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(found["VmHWM"].split()[0]) * 1024 if "VmHWM" in found else None

@@ -14,6 +14,7 @@ from shoal.plan.resolve import Job
 
 # What a layout does, where plain stacks have one word for it.
 ONE, DP, FSDP, ZERO1, ZERO2, TP, PP = "one", "dp", "fsdp", "zero1", "zero2", "tp", "pp"
+OFFLOAD = "offload"  # of one device's states, all of them
 # What of a layout a peer's loop may be given besides its degrees; the rest is ours alone.
 SHARED_KEYS = ("dp", "fsdp", "zero", "tp", "pp", "schedule", "micro")
 
@@ -45,7 +46,7 @@ class PeerKind:
 _PLAIN = {ONE: "plain_pytorch", DP: "plain_ddp", FSDP: "plain_fsdp", TP: "plain_tp", PP: "plain_pp"}
 _EAGER = {**_PLAIN, ONE: "plain_eager"}
 _TRANSFORMERS = {ONE: "transformers_accelerate", DP: "transformers_accelerate"}
-_DEEPSPEED = dict.fromkeys((ONE, FSDP, ZERO1, ZERO2), "deepspeed_zero")
+_DEEPSPEED = {**dict.fromkeys((ONE, FSDP, ZERO1, ZERO2), "deepspeed_zero"), OFFLOAD: "deepspeed_offload"}
 
 _ALL = (
     PeerKind("shoal", "shoal train with its defaults", {"*": "shoal_train"}, llama_shaped=False, hunger=1.0),
@@ -88,7 +89,7 @@ _ALL = (
     ),
     PeerKind(
         "deepspeed",
-        "DeepSpeed with the ZeRO stage of the layout",
+        "DeepSpeed with the ZeRO stage of the layout, and its offload",
         _DEEPSPEED,
         needs=("deepspeed",),
         install="deepspeed",
@@ -174,6 +175,10 @@ def cannot(kind: PeerKind, job: Job) -> str:
 def strategy(layout: Layout) -> str | None:
     """What the layout does, where it does one thing that other stacks do too."""
     plain = Layout(**{key: getattr(layout, key) for key in SHARED_KEYS})
+    away = {part.what for part in layout.offload if part.fraction == 1.0}
+    if layout.world == 1 and away and away <= {"optimizer", "params"}:
+        whole = len(away) == len(layout.offload) and layout.model_copy(update={"offload": ()}) == plain
+        return OFFLOAD if whole else None
     degrees = {key: getattr(layout, key) for key in ("dp", "fsdp", "tp", "pp") if getattr(layout, key) > 1}
     if plain != layout or len(degrees) > 1:
         return None

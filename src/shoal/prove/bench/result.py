@@ -36,6 +36,7 @@ class PeerResult:
     losses: list[float] = field(default_factory=list)  # of the warm-up's steps
     peak_allocated: int | None = None  # bytes of the fullest rank; None on a CPU
     peak_reserved: int | None = None
+    peak_resident: int | None = None  # of the host's memory, libraries included
     setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
     traceback: str | None = None
@@ -43,7 +44,7 @@ class PeerResult:
     def add(self, reports: list[dict[str, Any]], settling: int) -> None:
         """A turn, whose first steps are not counted: the first rank's times, the fullest rank's memory."""
         self.rounds.append(reports[0]["step_s"][settling:])
-        for name in ("peak_allocated", "peak_reserved"):
+        for name in ("peak_allocated", "peak_reserved", "peak_resident"):
             seen = [report[name] for report in reports if report[name] is not None]
             if seen:
                 setattr(self, name, max(*seen, getattr(self, name) or 0))
@@ -186,6 +187,7 @@ class StepBench:
             "mfu": self.mfu(result),
             "peak_allocated": result.peak_allocated,
             "peak_reserved": result.peak_reserved,
+            "peak_resident": result.peak_resident,
             "loss_difference": self.loss_difference(result),
             "agrees": self.agrees(result),
             "shoal_over_this": None if ratio is None else ratio[0],

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,13 +101,20 @@ class PeerSetup:
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         """Fused, weight decay on matrices only, as Shoal has it."""
-        chosen, recipe = list(parameters), self.recipe
-        groups = [
-            {"params": [one for one in chosen if one.ndim >= 2], "weight_decay": recipe.weight_decay},
+        return torch.optim.AdamW(self.decayed(parameters), **self.adamw_settings, fused=True)
+
+    def decayed(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """In an optimizer's groups."""
+        chosen = list(parameters)
+        return [
+            {"params": [one for one in chosen if one.ndim >= 2], "weight_decay": self.recipe.weight_decay},
             {"params": [one for one in chosen if one.ndim < 2], "weight_decay": 0.0},
         ]
-        betas = (recipe.beta1, recipe.beta2)
-        return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=betas, eps=recipe.eps, fused=True)
+
+    @property
+    def adamw_settings(self) -> dict[str, Any]:
+        recipe = self.recipe
+        return {"lr": recipe.peak_lr, "betas": (recipe.beta1, recipe.beta2), "eps": recipe.eps}
 
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, self.compute) if self.mixed else nullcontext()

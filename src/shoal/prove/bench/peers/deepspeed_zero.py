@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shoal.prove.bench.journal import Journal
 from shoal.prove.bench.setup import PeerSetup, mean_loss, mean_over_ranks
 
 
 def train(setup: PeerSetup, journal: Journal) -> None:
+    # Of one rank nothing is sharded.
+    stage = setup.job.layout.zero if setup.world > 1 else 0
+    train_with(setup, journal, {"stage": stage}, lambda model: setup.adamw(model.parameters()))
+
+
+def train_with(
+    setup: PeerSetup,
+    journal: Journal,
+    zero: dict[str, Any],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    """``zero``: what DeepSpeed's configuration says of it."""
     if setup.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
     os.environ.setdefault("LOCAL_RANK", "0")  # of one rank, which has no launcher to say so
@@ -21,22 +36,20 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         backend = "gloo" if setup.device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    # Of one rank nothing is sharded.
-    stage = setup.job.layout.zero if setup.world > 1 else 0
     model = setup.decoder(torch.float32 if setup.mixed else None)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=setup.adamw(model.parameters()),
+        optimizer=optimizer(model),
         config={
             "train_micro_batch_size_per_gpu": setup.micro,
             "gradient_accumulation_steps": setup.accumulation,
             "gradient_clipping": setup.recipe.clip,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
             "bf16": {"enabled": setup.compute == torch.bfloat16},
         },
     )
-    if engine.zero_optimization_stage() != stage:
-        raise RuntimeError(f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {stage}")
+    if engine.zero_optimization_stage() != zero["stage"]:
+        raise RuntimeError(f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {zero['stage']}")
     for batches in setup.batches(journal):
         total = torch.zeros((), device=setup.device)
         for batch in batches:

@@ -1,0 +1,99 @@
+"""Rows that rest in files, read before FSDP asks for them (``zero=3`` with ``offload=params@nvme``).
+
+FSDP asks for a unit's rows as it gathers, and waits for them. So when it has asked for all of a unit of blocks, those
+that it will ask for next start on their way to the host's memory: in the forward pass the rows of the unit after it, in
+the backward pass of the unit before it. A unit's computation later they are asked for, and copied from there. Memory
+for one unit is enough, which is free again when its rows are copied.
+
+The network's ends are fetched when they are asked for, once a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.observe.attribution import current_node
+from shoal.parallel.offload.direct_files import FileTransfer
+from shoal.parallel.offload.host_memory import HostBuffer
+from shoal.parallel.offload.staged_files import StagedFiles
+from shoal.parallel.shards import WeightFile
+
+
+class UnitOfRows(NamedTuple):
+    """What FSDP gathers at once, as far as it rests in files here."""
+
+    files: Sequence[WeightFile]  # in the order that it asks for them
+    again: bool  # in the backward pass too
+
+
+class ComingRows(NamedTuple):
+    buffer: HostBuffer
+    values: Tensor  # in it
+    moving: FileTransfer
+
+
+class RowsAhead:
+    """One rank's rows on their way."""
+
+    def __init__(self, units: Sequence[UnitOfRows], staged: StagedFiles) -> None:
+        """``units``: of blocks, in forward order."""
+        self._files, self._memory = staged.files, staged.memory
+        self.coming: dict[WeightFile, ComingRows] = {}
+        there = [unit for unit in units if unit.files]
+        back = [unit for unit in reversed(there) if unit.again]
+        # By the last that is asked for of a unit: what comes next.
+        self._forward, self._backward = _following(there), _following(back)
+        self._turn = {there[-1].files[-1]: back[0]} if there and back else {}
+        self._turns = False  # whether a backward pass comes
+
+    def watch(self, root: nn.Module) -> None:
+        """The root of some of these units: FSDP asks without gradients in any case."""
+
+        def note(*_: Any) -> None:
+            self._turns = torch.is_grad_enabled()
+
+        root.register_forward_pre_hook(note, prepend=True)
+
+    def give(self, file: WeightFile, rows: Tensor) -> None:
+        """FSDP asks for these."""
+        coming = self.coming.pop(file, None)
+        if coming is None:
+            file.fetch(rows).result()
+        else:
+            coming.moving.result()
+            rows.copy_(coming.values, non_blocking=True)
+            if rows.is_cuda:
+                coming.buffer.read = torch.cuda.current_stream(rows.device).record_event()
+            self._memory.give_back(coming.buffer)
+        if current_node() is not None:
+            following = self._backward.get(file)
+        else:
+            following = self._forward.get(file) or (self._turn.get(file) if self._turns else None)
+        if following is not None:
+            self._start(following)
+
+    def drop(self) -> None:
+        """Nothing that is on its way will be asked for as it is now."""
+        while self.coming:
+            _, coming = self.coming.popitem()
+            coming.moving.result()
+            self._memory.give_back(coming.buffer)
+
+    def _start(self, unit: UnitOfRows) -> None:
+        for file in unit.files:
+            size = file.stands.numel() * file.stands.element_size()
+            if file in self.coming or not size:
+                continue
+            buffer = self._files.room(self._memory, size)
+            values = buffer.bytes.view(file.stands.dtype).view(file.stands.shape)
+            free = None if buffer.read is None else buffer.read.synchronize
+            self.coming[file] = ComingRows(buffer, values, file.start_read(values, free))
+
+
+def _following(units: Sequence[UnitOfRows]) -> dict[WeightFile, UnitOfRows]:
+    return {unit.files[-1]: following for unit, following in pairwise(units)}
