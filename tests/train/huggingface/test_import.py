@@ -21,14 +21,19 @@ from tests.train.huggingface.models import save_random
 from torch import Tensor
 
 from shoal.cli.main import main
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.facts.model.presets import PRESETS, at
 from shoal.facts.problem import BadInput
+from shoal.facts.recipe import Recipe
 from shoal.models.huggingface import WeightFiles
 from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.first_weights import weights_of
+from shoal.train.program import assemble, blueprint
 
 Settings = Callable[..., list[str]]
 
@@ -148,6 +153,29 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
         ((grown, held),) = run_ranks(1, _read_part, model, tmp_path, parts)
         assert held < 1.05 * size / parts
         assert grown < held + 200e6, (parts, grown, held)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["fsdp=2", "tp=2", "pp=2"])
+def test_no_rank_holds_more_than_its_layout_says(layout: str, tmp_path: Path) -> None:
+    """Each of two ranks, from before the network is there until its weights are."""
+    model = PRESETS["tiny"].model_copy(update={"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8})
+    model = model.model_copy(update={"head_dim": 128, "ffn": 8192, "vocab": 20_000, "tied": False})
+    run_ranks(1, _write_wide, model, tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for grown, held in run_ranks(2, _build, model, tmp_path, layout):
+        assert 0.4 * size < held < 0.6 * size
+        assert grown < held + 300e6, (layout, grown, held)
+
+
+def _build(rank: int, world: int, model: Model, path: Path, layout: str) -> tuple[int, int]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    recipe = Recipe(seq=8, batch=2, precision="fp32")
+    mesh = Mesh(Layout.parse(layout), rank, torch.device("cpu"))
+    step = assemble(blueprint(model, recipe), recipe, TuneSection(), mesh, weights_of(str(path), model))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert all(bool((piece.tensor == 0.5).all()) for piece in step.pieces)
+    return grown, sum(piece.tensor.nbytes for piece in step.pieces)
 
 
 def _write_wide(rank: int, world: int, model: Model, path: Path) -> None:
