@@ -211,11 +211,12 @@ class LayerBound:
         between = tokens / split.tp if share.sp else float(tokens)
         turns = split.cp if share.cp_kind == "ring" else 1
         unpacks = self.lora is not None and self.lora.base == "nf4"
+        adapted = () if self.lora is None else tuple(self.lora.targets)
         for routed, count in ((False, body.dense), (True, body.sparse)):
             if count:
                 yield layer.LayerShare(
                     tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, routed, held, compiled,
-                    self.recipe.dropout > 0, turns, unpacks,
+                    self.recipe.dropout > 0, turns, unpacks, adapted,
                 )  # fmt: skip
 
     def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:

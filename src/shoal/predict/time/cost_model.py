@@ -14,8 +14,8 @@ from shoal.facts.logits import at_once
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
+from shoal.predict.time import adapters, measured_layer
 from shoal.predict.time import layer as layers
-from shoal.predict.time import measured_layer
 from shoal.predict.time.float8 import in_float8
 from shoal.predict.time.kernels import Kernels
 from shoal.predict.time.layer import LayerShare, Passes, Rests, Seconds
@@ -78,6 +78,8 @@ class CostModel:
                 known = in_float8(self.model, self.kernels, share, known, self.faster)
             if share.unpacks:
                 known = unpacked(self.model, self.kernels, share, known)
+            if share.adapted:
+                known = adapters.beside(self.model, self.kernels, share, known)
             self._layers[key] = known
         return known
 

@@ -127,6 +127,7 @@ class LayerShare(NamedTuple):
     dropout: bool = False
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
+    adapted: tuple[str, ...] = ()  # projections with adapters, by their last names
 
     @property
     def of_products(self) -> tuple[object, ...]:

@@ -256,6 +256,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
         workload.recipe.dropout > 0,
         _turns(layout),
         workload.lora is not None and workload.lora.base == "nf4",
+        () if workload.lora is None else tuple(workload.lora.targets),
     )
 
 
