@@ -36,9 +36,12 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         gate_up, weights = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
-        activated, of_weights = ACTIVATIONS[ctx.activation](gate), None
+        # As little at once as can be: a product takes the place of one of its factors.
+        of_up, of_weights = ACTIVATIONS[ctx.activation](gate), None
         if weights is not None:
-            of_weights = (gradient * activated * up).sum(-1, keepdim=True)
+            of_weights = (of_up * up).mul_(gradient).sum(-1, keepdim=True)
             gradient = gradient * weights
+        of_up.mul_(gradient)
         of_gate = DERIVATIVES[ctx.activation](gradient * up, gate)
-        return torch.cat([of_gate, gradient * activated], -1), of_weights, None
+        del gradient
+        return torch.cat([of_gate, of_up], -1), of_weights, None

@@ -43,6 +43,8 @@ class RoutedTokens(NamedTuple):
     """Copies of tokens for each of their experts, in bytes. Of a block without experts: none."""
 
     whole: float = 0.0  # as experts read them
+    returned: float = 0.0  # what experts made of them, where it is kept
+    early: float = 0.0  # and the gradients of that, where weights are multiplied in before
     sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
     shared: float = 0.0  # what is kept of experts that every token uses
     crossed: float = 0.0  # tokens that have come from other nodes, each once
@@ -76,7 +78,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     deferred = residual + c * tokens * query + products + c * inner
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
-    opening = parts.all + stream + gathered + c * inner
+    opening = parts.all + stream + gathered + c * inner + routed.early
     if model.output_norms:
         # It has one gradient for the stream and, behind the norm, another.
         opening += (0.0 if work.sp else stream) - parts.output_norm
@@ -243,12 +245,17 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     found = model.experts
     copies = work.tokens * found.active
     of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
-    inner = copies * even_share(found.ffn, work.tp) + of_shared
-    # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
+    of_routed = copies * even_share(found.ffn, work.tp)
+    again = work.stack.gates_again
+    kept = c * (tensors * of_shared + (3 if again else tensors) * of_routed)
+    # Tokens as their experts read them; and what experts make of them, where the weights' gradient needs it.
     whole = float(c * model.hidden * copies)
     sent = whole / work.tp if work.ep > 1 else whole
     crossed = c * (model.hidden / work.tp + 2 * found.active) * work.crossed
-    routed = RoutedTokens(whole, sent, float(tensors * c * of_shared), crossed)
+    inside = again and work.ep == 1  # weights are multiplied in before the way out
+    routed = RoutedTokens(
+        whole, 0.0 if inside else sent, whole if inside else 0.0, sent, float(tensors * c * of_shared), crossed
+    )
     # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
     # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
     chosen = work.wide if found.normalized else 0
@@ -259,7 +266,7 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
         # By node, and of what has come by expert; there, of each of its experts, the weight and the place.
         scores += (16 + (16 if work.ep > work.nodes else 0)) * copies
         scores += (8 + (8 + c) * found.active) * work.crossed
-    return inner, tensors * c * inner + routed.whole + routed.sent + scores, routed
+    return of_routed + of_shared, kept + whole + routed.returned + scores, routed
 
 
 def _selected(
@@ -284,7 +291,7 @@ def _selected(
     products = c * tokens * (query + key + value + model.hidden) + gates
     # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
     last = routed.whole or c * tokens * model.hidden
-    return products + last, products + (last if model.output_norms else 0.0)
+    return products + last, products + (last if model.output_norms or routed.early else 0.0)
 
 
 def _mixing(
@@ -304,7 +311,7 @@ def _mixing(
     before = parts.all + stream
     if routed.sent < routed.whole:
         return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
-    return before + gathered + 2 * routed.sent + routed.crossed
+    return before + gathered + (routed.early or 2 * routed.sent) + routed.crossed
 
 
 def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
@@ -335,12 +342,16 @@ def _working(
     c, tokens = work.compute, work.tokens
     query, key, value = projected_widths(model, work.tp)
     ways_in = 2 if model.gated else 1
+    again = routed.whole and work.stack.gates_again
     # The MLP's dropout comes first, and its mask has gone.
     held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
+    # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
+    entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
+    if again:
+        entering = ways_in * inner + routed.whole
     later = (
-        # Its way in: what each of the projections makes of its gradient, still apart.
-        held - mlp + stream + inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole,
+        held - mlp + stream + entering + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # The norm behind attention. The stream has a gradient of its own.
@@ -358,8 +369,9 @@ def _working(
         )
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
-    # The activation: the gradients of its two factors and of their product, which itself is gone.
-    activation = held - routed.sent + stream + ways_in * inner
+    # The activation: the gradients of its two factors and of their product, which itself is gone. Of experts the first
+    # two also side by side.
+    activation = held - routed.returned + stream + (ways_in + 2 * bool(again)) * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
     found = BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
