@@ -105,6 +105,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         held_input=held_input,
         reads_input=parts.has_input,
         forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
+        after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
     )
 
 
