@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.facts.model import Experts, Model
-from shoal.models import experts as experts_module
+from shoal.models import grouped_product
 from shoal.models.decoder import Network, build
 from shoal.models.experts import GroupedLinear, MixtureOfExperts, by_expert
+from shoal.models.gated import way_out
 from shoal.models.initial import initialise
+from shoal.models.mlp import ACTIVATIONS
 from shoal.models.router import Router, RouterLosses, choose
 
 Shape = Callable[..., Model]
@@ -80,10 +82,10 @@ def test_a_grouped_product_is_one_product_an_expert(monkeypatch: pytest.MonkeyPa
     linear = GroupedLinear(4, 16, 24).bfloat16()
     torch.nn.init.normal_(linear.weight)
     x, ends = torch.randn(10, 16).bfloat16().requires_grad_(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
-    assert experts_module.takes_groups(x, linear.weight)
+    assert grouped_product.takes_groups(x, *linear.weight.shape[1:])
     together = linear(x, ends)
     of_both = torch.autograd.grad(together.square().sum(), (x, linear.weight))
-    monkeypatch.setattr(experts_module, "takes_groups", lambda x, weight: False)
+    monkeypatch.setattr(grouped_product, "takes_groups", lambda x, *widths: False)
     apart = linear(x, ends)
     assert torch.allclose(together, apart, rtol=0.01, atol=0.05)
     for one, other in zip(
@@ -196,3 +198,50 @@ def test_in_half_precision_routing_is_still_in_single(shape: Shape) -> None:
     assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
     wanted = (hidden().bfloat16().float() @ mixed.gate.weight.float().T).softmax(-1)
     assert torch.equal(chosen, wanted.topk(2).indices)
+
+
+# An expert's way out.
+
+
+def plain_way_out(gate_up: Tensor, weight: Tensor, ends: Tensor, activation: str, weights: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    inner = ACTIVATIONS[activation](gate) * up * weights
+    starts = [0, *ends.tolist()]
+    rows = [
+        inner[first:last] @ matrix.T for first, last, matrix in zip(starts, starts[1:], weight, strict=False)
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_the_way_out_differentiates_as_autograd_does(activation: str) -> None:
+    torch.manual_seed(0)
+    gate_up, weight = torch.randn(10, 16).double(), torch.randn(4, 24, 8).double()
+    weights, ends = torch.rand(10, 1).double(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    given = [one.requires_grad_() for one in (gate_up, weight, weights)]
+
+    def run(made: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        output = made(gate_up, weight, ends, activation, weights)
+        return output, *torch.autograd.grad(output.square().sum(), given)
+
+    for one, other in zip(run(way_out), run(plain_way_out), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    plain = gate_up.detach(), weights.detach(), gate_up.detach()[:, :8].contiguous()
+    torch.library.opcheck(torch.ops.shoal.gated_gradients.default, (*plain, activation))
+
+
+def test_a_way_out_without_weights_is_one_with_ones() -> None:
+    gate_up, weight = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(2, 24, 8).bfloat16()
+    ends = torch.tensor([4, 10], dtype=torch.int32)
+    plain, ones = (
+        way_out(gate_up, weight, ends, "silu", one) for one in (None, torch.ones(10, 1).bfloat16())
+    )
+    assert torch.equal(plain, ones)
+    gradients = [torch.autograd.grad(one.float().square().sum(), gate_up)[0] for one in (plain, ones)]
+    assert torch.equal(*gradients)
+
+
+def test_a_frozen_way_out_has_no_gradient() -> None:
+    gate_up, weight = torch.randn(4, 16).requires_grad_(), torch.randn(1, 24, 8)
+    way_out(gate_up, weight, torch.tensor([4], dtype=torch.int32), "silu").sum().backward()
+    assert gate_up.grad is not None and weight.grad is None

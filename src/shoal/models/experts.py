@@ -15,15 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Model
-from shoal.models.gated import gated
+from shoal.models.gated import way_out
+from shoal.models.grouped_product import product
 from shoal.models.mix import mix_rows, spread_rows
 from shoal.models.mlp import MLP
 from shoal.models.router import Router, RouterLosses, Routing
-
-# What torch's grouped product multiplies on every device, compiled and without data too (2.11 to 2.13); it wants rows
-# that begin at multiples of so many bytes.
-GROUPED = torch.bfloat16
-ALIGNED = 16
 
 
 class Order(NamedTuple):
@@ -149,28 +145,11 @@ class GroupedLinear(nn.Module):
         self.weight, self.each = nn.Parameter(torch.empty(each * experts, outputs, inputs)), each
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype).unflatten(0, (-1, self.each)).flatten(1, 2)
-        if takes_groups(x, weight):
-            # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
-            return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        parts = x.split(on_host(counts[None], x.shape[0])[0])
-        return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight.unbind(), strict=True)])
+        return product(x, self.matrices(x.dtype), ends)
 
-
-def takes_groups(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these; else each expert's tokens are multiplied by themselves."""
-    aligned = all(size * x.element_size() % ALIGNED == 0 for size in weight.shape[1:])
-    return x.dtype == GROUPED and aligned and x.shape[0] > 0
-
-
-def on_host(counts: Tensor, rows: int) -> list[list[int]]:
-    """Ways to divide rows that only the device knows, and the host waits for. The first has ``rows`` in all.
-
-    A dry run, which has no numbers to read, puts an even division in its place (``prove/balanced_routing.py``).
-    """
-    read: list[list[int]] = counts.tolist()
-    return read
+    def matrices(self, dtype: torch.dtype) -> Tensor:
+        """One for each expert: [experts, each·out, in]."""
+        return self.weight.to(dtype).unflatten(0, (-1, self.each)).flatten(1, 2)
 
 
 class RoutedExperts(nn.Module):
@@ -194,8 +173,8 @@ class RoutedExperts(nn.Module):
 
     def compute(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """As ``Compute``."""
-        output: Tensor = self.down_proj(gated(self.gate_up_proj(tokens, ends), self.activation, weights), ends)
-        return output
+        gate_up = self.gate_up_proj(tokens, ends)
+        return way_out(gate_up, self.down_proj.matrices(tokens.dtype), ends, self.activation, weights)
 
 
 def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:

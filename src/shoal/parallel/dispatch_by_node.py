@@ -90,7 +90,7 @@ class Counts(NamedTuple):
 
 
 def counts_on_host(counts: Tensor, lengths: list[int], split: Split, chosen: torch.Size) -> list[list[int]]:
-    """Several divisions of rows, one after the other, as ``models.experts.on_host`` reads them.
+    """Several divisions of rows, one after the other, as ``models.grouped_product.on_host`` reads them.
 
     ``chosen``: tokens and experts of each. A dry run makes them up (``prove/balanced_routing.py``).
     """

@@ -30,8 +30,8 @@ class Stack:
     attention: Literal["flash", "unfused"] = "flash"
     norms: Literal["eager", "fused"] = "eager"
     activation: Literal["eager", "fused"] = "eager"
-    # Of experts, what is made of gate and up is made again; where a token's experts are here, its weights are multiplied
-    # with it, so that what experts make need not be kept either.
+    # Of experts, what is made of gate and up is made again; where a token's experts are here, its weights are part of
+    # that, so that what experts make need not be kept either.
     gates_again: bool = False
     # Queries, keys and values from one product: what is kept of the values then holds all of its result.
     joined: bool = False

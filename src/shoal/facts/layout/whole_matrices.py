@@ -71,7 +71,9 @@ def matrices_of(sharing: Sharing, rank: int, chosen: Chosen, all_experts: bool =
         for matrix in (
             [Matrix(label, one.name, None, one.shape)]
             if len(one.shape) < 3
-            else [Matrix(label, one.name, number, one.shape[1:]) for number in _of_experts(model, one, routed)]
+            else [
+                Matrix(label, one.name, number, one.shape[1:]) for number in _of_experts(model, one, routed)
+            ]
         )
     ]
 

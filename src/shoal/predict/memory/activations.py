@@ -44,7 +44,7 @@ class RoutedTokens(NamedTuple):
 
     whole: float = 0.0  # as experts read them
     returned: float = 0.0  # what experts made of them, where it is kept
-    early: float = 0.0  # and the gradients of that, where weights are multiplied in before
+    inner: float = 0.0  # what is made of gate and up, where it is made again
     sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
     shared: float = 0.0  # what is kept of experts that every token uses
     crossed: float = 0.0  # tokens that have come from other nodes, each once
@@ -78,7 +78,10 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     deferred = residual + c * tokens * query + products + c * inner
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
-    opening = parts.all + stream + gathered + c * inner + routed.early
+    opening = parts.all + stream + gathered + c * inner
+    if routed.inner:
+        # The gradient of what experts made; the product, made again, and the gradients of gate and up.
+        opening = parts.all - routed.returned + stream + routed.whole + 3 * routed.inner
     if model.output_norms:
         # It has one gradient for the stream and, behind the norm, another.
         opening += (0.0 if work.sp else stream) - parts.output_norm
@@ -248,15 +251,14 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
     of_routed = copies * even_share(found.ffn, work.tp)
     again = work.stack.gates_again
-    kept = c * (tensors * of_shared + (3 if again else tensors) * of_routed)
+    kept = c * (tensors * of_shared + (2 if again else tensors) * of_routed)
     # Tokens as their experts read them; and what experts make of them, where the weights' gradient needs it.
     whole = float(c * model.hidden * copies)
     sent = whole / work.tp if work.ep > 1 else whole
     crossed = c * (model.hidden / work.tp + 2 * found.active) * work.crossed
-    inside = again and work.ep == 1  # weights are multiplied in before the way out
-    routed = RoutedTokens(
-        whole, 0.0 if inside else sent, whole if inside else 0.0, sent, float(tensors * c * of_shared), crossed
-    )
+    returned = 0.0 if again and work.ep == 1 else sent
+    inside = float(c * of_routed) if again else 0.0
+    routed = RoutedTokens(whole, returned, inside, sent, float(tensors * c * of_shared), crossed)
     # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
     # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
     chosen = work.wide if found.normalized else 0
@@ -292,7 +294,8 @@ def _selected(
     products = c * tokens * (query + key + value + model.hidden) + gates
     # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
     last = routed.whole or c * tokens * model.hidden
-    return products + last, products + (last if model.output_norms or routed.early else 0.0)
+    used = model.output_norms or (routed.whole and not routed.returned)
+    return products + last, products + (last if used else 0.0)
 
 
 def _mixing(
@@ -312,7 +315,7 @@ def _mixing(
     before = parts.all + stream
     if routed.sent < routed.whole:
         return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
-    return before + gathered + (routed.early or 2 * routed.sent) + routed.crossed
+    return before + gathered + (2 * routed.sent if routed.returned else routed.whole) + routed.crossed
 
 
 def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
@@ -343,13 +346,12 @@ def _working(
     c, tokens = work.compute, work.tokens
     query, key, value = projected_widths(model, work.tp)
     ways_in = 2 if model.gated else 1
-    again = routed.whole and work.stack.gates_again
     # The MLP's dropout comes first, and its mask has gone.
     held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
     # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
-    if again:
+    if routed.inner:
         entering = ways_in * inner + routed.whole
     later = (
         held - mlp + stream + entering + routed.whole,
@@ -370,12 +372,14 @@ def _working(
         )
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
-    # The activation: the gradients of its two factors and of their product, which itself is gone. Of experts the first
-    # two also side by side.
-    activation = held - routed.returned + stream + (ways_in + 2 * bool(again)) * inner
+    # The activation: the gradients of its two factors and of their product, which itself is gone.
+    activation = BlockPeak(held - routed.returned + stream + ways_in * inner, 1)
+    if routed.inner:
+        # That of experts: before their weights' first gradient, which needs the product and their results' gradient.
+        activation = BlockPeak(held - routed.returned + stream + routed.whole + 4 * routed.inner, 0)
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    found = BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    found = activation, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
     if not model.output_norms:
         return found
     return BlockPeak(held + norm_backward(model, work) + stream, 0), *found

@@ -230,14 +230,16 @@ class ShardedGradients(RankGradients):
     def after_experts(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations, left: Peak
     ) -> Iterator[Peak]:
-        """As a unit's routed experts, which are no longer gathered, are reduced: their gradients, and a copy on the way."""
+        """As a unit's routed experts, no longer gathered, are reduced: their gradients, and a copy on the way."""
         last = (self.one.layers - 1 - done) % self.unit == 0
         if not (apart := self._apart(run, done)) or not last or self.adapters_only:
             return
         freed = self.hold.compute * apart if self.frees else 0.0
         passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
         passing += (self.hold.compute + self.hold.reduce) * apart
-        yield left.plus(left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing)
+        yield left.plus(
+            left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
+        )
 
     def after_block(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
         """As a unit is reduced and the next one, which was gathered before, is taken apart."""
@@ -250,7 +252,10 @@ class ShardedGradients(RankGradients):
         if self.adapters_only:
             yield left.plus(name, grads=grads, buffers=kept + 2 * following)
             return
-        unit, blocks = self._unit(run, done).whole - self._apart(run, done), next_unit(self.one, done, self.unit).blocks
+        unit, blocks = (
+            self._unit(run, done).whole - self._apart(run, done),
+            next_unit(self.one, done, self.unit).blocks,
+        )
         passing = kept + following + hold.reduce * unit + self.tied_head(moment)
         # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
         whole = hold.compute * unit + self._landing(run, done)
