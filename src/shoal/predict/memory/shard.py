@@ -126,9 +126,13 @@ class ShardedGradients(RankGradients):
             return self.rank.gathered(self.total)
         gathered = self.hold.compute * self.root if self.model.tied else 0.0
         if done < self.one.layers:
-            ahead = min((self.one.layers - done - 1) // self.unit, self.tune.prefetch)
+            first = next_unit(self.one, done, self.unit)
             gathered += self.rank.gathered(self._unit(run, done))
-            gathered += self.rank.gathered(self._full_unit(run)) * ahead
+            left = self.one.layers - done - first.blocks + first.done  # blocks before this unit
+            for _ in range(min(left // self.unit, self.tune.prefetch)):
+                blocks = range(left - self.unit, left)
+                gathered += sum(self.rank.gathered(self._block(self.rank.run_of(0, one))) for one in blocks)
+                left -= self.unit
         return gathered
 
     def _full_unit(self, run: BlockRun) -> ParameterCount:
