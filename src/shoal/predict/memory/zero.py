@@ -66,8 +66,9 @@ class ScatteredGradients(ReplicatedGradients):
                 + self.in_loss(moment)
             )
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
-            # Experts' bucket of the pass before, too, lands when the next one is sent.
-            before = self.hold.reduce * min(self.bucket, self.apart) if moment.before else 0.0
+            # Experts' bucket of the pass before, too, lands when the next one is sent; by then that one fills.
+            fills = moment.before and (done or made is None or made > 1)
+            before = self.hold.reduce * min(self.bucket, self.apart) if fills else 0.0
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment) + before
         # What has landed is on its way to the host, of two buckets at most.
         landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
