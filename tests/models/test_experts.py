@@ -14,8 +14,9 @@ from shoal.facts.model import Experts, Model
 from shoal.models import grouped_product
 from shoal.models.decoder import Network, build
 from shoal.models.experts import GroupedLinear, MixtureOfExperts, by_expert
-from shoal.models.gated import way_out
+from shoal.models.gated import gated_gradients, way_out
 from shoal.models.initial import initialise
+from shoal.models.mix import spread_rows
 from shoal.models.mlp import ACTIVATIONS
 from shoal.models.router import Router, RouterLosses, choose
 
@@ -245,3 +246,17 @@ def test_a_frozen_way_out_has_no_gradient() -> None:
     gate_up, weight = torch.randn(4, 16).requires_grad_(), torch.randn(1, 24, 8)
     way_out(gate_up, weight, torch.tensor([4], dtype=torch.int32), "silu").sum().backward()
     assert gate_up.grad is not None and weight.grad is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kernels_of_a_gpu_give_what_torch_does(weighted: bool) -> None:
+    gate_up, gradient = (torch.randn(77, width, device="cuda") for width in (2 * 104, 104))
+    weights = torch.rand(77, 1, device="cuda") if weighted else None
+    found = gated_gradients(gate_up, weights, gradient, "silu")
+    wide = gate_up.double(), None if weights is None else weights.double(), gradient.double()
+    for one, other in zip(found, gated_gradients(*wide, "silu"), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    order = by_expert(torch.randint(0, 5, (77 * 3,), device="cuda"), 5).first(77 * 3 - 11)
+    spread = spread_rows(gradient, order.place, order.back, 3)
+    assert torch.equal(spread, gradient.index_select(0, order.place // 3))
