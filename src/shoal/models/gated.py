@@ -88,7 +88,7 @@ def gated_gradients(
 def _unmade(
     gate_up: Tensor, weights: Tensor | None, gradient: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    one_each = gradient.new_empty(0 if weights is None else len(gradient), 1)
+    one_each = gradient.new_empty(0 if weights is None else gradient.shape[0], 1)
     return torch.empty_like(gate_up), one_each, torch.empty_like(gradient)
 
 
