@@ -352,7 +352,7 @@ def _working(
     # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
     if routed.inner:
-        entering = ways_in * inner + routed.whole
+        entering = ways_in * inner
     later = (
         held - mlp + stream + entering + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.

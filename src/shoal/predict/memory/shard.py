@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shoal.facts.layout.buckets import sharded_dimension
+from shoal.facts.layout.parameter_groups import EXPERTS
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
@@ -154,6 +156,13 @@ class ShardedGradients(RankGradients):
         each = expert_elements(self.model, self.layout.tp, self.layout.ep)
         return each * next_unit(self.one, done, self.unit).blocks
 
+    @property
+    def _within_experts(self) -> bool:
+        """Whether ranks have rows of every expert, and not some experts each."""
+        ranks = self.rank.workload.groups[EXPERTS].sharded.size
+        here = self.model.experts.count // self.layout.ep if self.model.experts else 1
+        return bool(sharded_dimension((here, ranks, 1), ranks))
+
     # Gradients on their way.
 
     def in_norm(self, moment: Moment) -> float:
@@ -241,6 +250,9 @@ class ShardedGradients(RankGradients):
         freed = self.hold.compute * apart if self.frees else 0.0
         passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
         passing += (self.hold.compute + self.hold.reduce) * apart
+        if self._within_experts:
+            # Each gradient is laid out anew, by rank, and goes then; the last one when all are sent.
+            passing += self.hold.compute * self.down[True]
         yield left.plus(
             left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
         )
