@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.models.grouped_product import input_gradient, product, weight_gradient
+from shoal.models.grouped_product import input_gradient, product, takes_groups, weight_gradient
 from shoal.models.in_triton import in_triton
 from shoal.models.mlp import ACTIVATIONS, DERIVATIVES
 
@@ -30,6 +30,9 @@ def way_out(
     gate_up: Tensor, weight: Tensor, ends: Tensor, activation: str, weights: Tensor | None = None
 ) -> Tensor:
     """[N, out] of gates and ups side by side [N, 2·width], sorted by expert; weights [N, 1], or one each."""
+    if torch.compiler.is_compiling() and not takes_groups(gate_up, *weight.shape[1:]):
+        # The host reads how many tokens each expert has, which no graph may do within a function of autograd's.
+        return product(gated(gate_up, weights, activation), weight, ends)
     output: Tensor = _WayOut.apply(gate_up, weight, ends, weights, activation)
     return output
 
