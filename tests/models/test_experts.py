@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.facts.model import Experts, Model
-from shoal.models import experts as experts_module
+from shoal.models import grouped_product
 from shoal.models.decoder import Network, build
 from shoal.models.experts import GroupedLinear, MixtureOfExperts, by_expert
+from shoal.models.gated import gated_gradients, way_out
 from shoal.models.initial import initialise
+from shoal.models.mix import spread_rows
+from shoal.models.mlp import ACTIVATIONS
 from shoal.models.router import Router, RouterLosses, choose
 
 Shape = Callable[..., Model]
@@ -37,13 +40,13 @@ def hidden(rows: int = 3, seed: int = 0) -> Tensor:
 def one_by_one(mixed: MixtureOfExperts, x: Tensor) -> Tensor:
     """Token by token, expert by expert, as the definition says it."""
     output = torch.zeros_like(x)
-    matrices = [getattr(mixed.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj")]
+    gates_and_ups, downs = mixed.experts.gate_up_proj.weight, mixed.experts.down_proj.weight
     for row, token in torch.cartesian_prod(torch.arange(x.shape[0]), torch.arange(x.shape[1])).tolist():
         here = x[row, token]
         scores = (mixed.gate.weight @ here).softmax(0)
         best = scores.topk(2)
         for weight, expert in zip(best.values / best.values.sum(), best.indices.tolist(), strict=True):
-            gate, up, down = (matrix[expert] for matrix in matrices)
+            gate, up, down = gates_and_ups[2 * expert], gates_and_ups[2 * expert + 1], downs[expert]
             output[row, token] += weight * (down @ (torch.nn.functional.silu(gate @ here) * (up @ here)))
     return output
 
@@ -69,7 +72,8 @@ def test_experts_without_tokens(shape: Shape, dtype: torch.dtype) -> None:
     mixed(x).float().square().sum().backward()
     for name, weight in mixed.experts.named_parameters():
         assert weight.grad is not None
-        assert weight.grad[:2].abs().amax((1, 2)).min() > 0 and not weight.grad[2:].any(), name
+        used = 2 * weight.shape[0] // 6
+        assert weight.grad[:used].abs().amax((1, 2)).min() > 0 and not weight.grad[used:].any(), name
     nothing = x[:0].detach().requires_grad_()
     assert mixed(nothing).shape == (0, 16, 32)
 
@@ -79,10 +83,10 @@ def test_a_grouped_product_is_one_product_an_expert(monkeypatch: pytest.MonkeyPa
     linear = GroupedLinear(4, 16, 24).bfloat16()
     torch.nn.init.normal_(linear.weight)
     x, ends = torch.randn(10, 16).bfloat16().requires_grad_(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
-    assert experts_module.takes_groups(x, linear.weight)
+    assert grouped_product.takes_groups(x, *linear.weight.shape[1:])
     together = linear(x, ends)
     of_both = torch.autograd.grad(together.square().sum(), (x, linear.weight))
-    monkeypatch.setattr(experts_module, "takes_groups", lambda x, weight: False)
+    monkeypatch.setattr(grouped_product, "takes_groups", lambda x, *widths: False)
     apart = linear(x, ends)
     assert torch.allclose(together, apart, rtol=0.01, atol=0.05)
     for one, other in zip(
@@ -195,3 +199,64 @@ def test_in_half_precision_routing_is_still_in_single(shape: Shape) -> None:
     assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
     wanted = (hidden().bfloat16().float() @ mixed.gate.weight.float().T).softmax(-1)
     assert torch.equal(chosen, wanted.topk(2).indices)
+
+
+# An expert's way out.
+
+
+def plain_way_out(gate_up: Tensor, weight: Tensor, ends: Tensor, activation: str, weights: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    inner = ACTIVATIONS[activation](gate) * up * weights
+    starts = [0, *ends.tolist()]
+    rows = [
+        inner[first:last] @ matrix.T for first, last, matrix in zip(starts, starts[1:], weight, strict=False)
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_the_way_out_differentiates_as_autograd_does(activation: str) -> None:
+    torch.manual_seed(0)
+    gate_up, weight = torch.randn(10, 16).double(), torch.randn(4, 24, 8).double()
+    weights, ends = torch.rand(10, 1).double(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    given = [one.requires_grad_() for one in (gate_up, weight, weights)]
+
+    def run(made: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        output = made(gate_up, weight, ends, activation, weights)
+        return output, *torch.autograd.grad(output.square().sum(), given)
+
+    for one, other in zip(run(way_out), run(plain_way_out), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    plain = gate_up.detach(), weights.detach(), gate_up.detach()[:, :8].contiguous()
+    torch.library.opcheck(torch.ops.shoal.gated_gradients.default, (*plain, activation))
+
+
+def test_a_way_out_without_weights_is_one_with_ones() -> None:
+    gate_up, weight = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(2, 24, 8).bfloat16()
+    ends = torch.tensor([4, 10], dtype=torch.int32)
+    plain, ones = (
+        way_out(gate_up, weight, ends, "silu", one) for one in (None, torch.ones(10, 1).bfloat16())
+    )
+    assert torch.equal(plain, ones)
+    gradients = [torch.autograd.grad(one.float().square().sum(), gate_up)[0] for one in (plain, ones)]
+    assert torch.equal(*gradients)
+
+
+def test_a_frozen_way_out_has_no_gradient() -> None:
+    gate_up, weight = torch.randn(4, 16).requires_grad_(), torch.randn(1, 24, 8)
+    way_out(gate_up, weight, torch.tensor([4], dtype=torch.int32), "silu").sum().backward()
+    assert gate_up.grad is not None and weight.grad is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("weighted", [True, False])
+def test_kernels_of_a_gpu_give_what_torch_does(weighted: bool) -> None:
+    gate_up, gradient = (torch.randn(77, width, device="cuda") for width in (2 * 104, 104))
+    weights = torch.rand(77, 1, device="cuda") if weighted else None
+    found = gated_gradients(gate_up, weights, gradient, "silu")
+    wide = gate_up.double(), None if weights is None else weights.double(), gradient.double()
+    for one, other in zip(found, gated_gradients(*wide, "silu"), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    order = by_expert(torch.randint(0, 5, (77 * 3,), device="cuda"), 5).first(77 * 3 - 11)
+    spread = spread_rows(gradient, order.place, order.back, 3)
+    assert torch.equal(spread, gradient.index_select(0, order.place // 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.models.mix import mix_rows
+from shoal.models.mix import mix_rows, spread_rows
 from shoal.models.wide_product import add_product_, wide_product
 
 
@@ -36,3 +36,17 @@ def test_products_add_up_wide(dtype: torch.dtype) -> None:
     assert isinstance(exact, torch.Tensor)
     torch.testing.assert_close(total.double(), exact, rtol=near, atol=near * 10)
     torch.library.opcheck(torch.ops.shoal.add_product_.default, (total, *parts[0]))
+
+
+def test_copies_of_tokens_are_where_their_experts_are() -> None:
+    tokens, copies, width = 5, 3, 4
+    x, back = torch.randn(tokens, width), torch.randperm(tokens * copies)
+    place = back.argsort()
+    for there in (tokens * copies, 11):
+        spread = spread_rows(x, place[:there], back, copies)
+        assert spread.shape == (there, width)
+        for token in range(tokens):
+            for copy in range(copies):
+                if (row := int(back[token * copies + copy])) < there:
+                    assert torch.equal(spread[row], x[token])
+    torch.library.opcheck(torch.ops.shoal.spread.default, (x, place, back, copies))

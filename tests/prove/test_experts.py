@@ -244,7 +244,7 @@ class Broken:
     ("mutation", "layout", "strategy", "tensor"),
     [
         (dropped_on_its_way_inside, "dp=2,ep=2", "ep", "model.embed_tokens.weight"),
-        (gradients_doubled, "dp=2,ep=2", "ep", "model.layers.0.mlp.experts.gate_proj.weight"),
+        (gradients_doubled, "dp=2,ep=2", "ep", "model.layers.0.mlp.experts.gate_up_proj.weight"),
         (token_dropped, "dp=2,ep=2", "ep", "model.embed_tokens.weight"),
         (sent_to_the_next_expert, "fsdp=2,ep=2", "ep", "model.embed_tokens.weight"),
         (losses_averaged_by_rank, "dp=2", "dp", "model.embed_tokens.weight"),

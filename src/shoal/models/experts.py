@@ -1,8 +1,8 @@
 """A mixture of experts in place of an MLP: each token goes to a few of many small MLPs, and none is dropped.
 
 Tokens are sorted by expert, so that every expert's are one after the other, and multiplied with all experts' matrices
-in one grouped product. Their results go back to their places and are added up, each with its weight. Gathering and
-adding up are functions of autograd of their own: torch's would add gradients of the same token in any order on a GPU.
+in one grouped product. Their results go back to their places and are added up, each with its weight. Copying and adding
+up are functions of autograd of their own: torch's would add gradients of the same token in any order on a GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Model
-from shoal.models.mix import mix_rows
-from shoal.models.mlp import ACTIVATIONS, MLP
-from shoal.models.nf4 import PACKED, unpacked_beside
+from shoal.models.gated import way_out
+from shoal.models.grouped_product import packed_product, product
+from shoal.models.mix import mix_rows, spread_rows
+from shoal.models.mlp import MLP
+from shoal.models.nf4 import PACKED
 from shoal.models.router import Router, RouterLosses, Routing
-
-# What torch's grouped product multiplies on every device, compiled and without data too (2.11 to 2.13); it wants rows
-# that begin at multiples of so many bytes.
-GROUPED = torch.bfloat16
-ALIGNED = 16
 
 
 class Order(NamedTuple):
@@ -40,17 +37,29 @@ class Order(NamedTuple):
 
 def by_expert(chosen: Tensor, experts: int) -> Order:
     """``chosen``: of each token, or of each of its copies, the expert, in one dimension; ``experts``: none of them."""
+    return Order(*sort_by_expert(chosen, experts))
+
+
+@torch.library.custom_op("shoal::sort_by_expert", mutates_args=())
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``Order``. An operator, so that compiled blocks can keep what it gives, which is little, under its name."""
     # In 16 bits, which a GPU sorts in half the time of 64.
     ordered, place = chosen.to(torch.int16).sort(stable=True)
     back = torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
     numbers = torch.arange(experts, dtype=torch.int16, device=chosen.device)
-    return Order(place, back, torch.searchsorted(ordered, numbers, right=True, out_int32=True))
+    return place, back, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+
+
+@sort_by_expert.register_fake
+def _unsorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    place, back = (chosen.new_empty(chosen.shape, dtype=torch.int64) for _ in range(2))
+    return place, back, chosen.new_empty(experts, dtype=torch.int32)
 
 
 class Compute(Protocol):
-    """What experts make of their tokens: [N, hidden], sorted, with the ends of each expert's."""
+    """What experts make of their tokens: [N, hidden], sorted, with the ends of each expert's; times weights [N, 1]."""
 
-    def __call__(self, tokens: Tensor, ends: Tensor) -> Tensor: ...
+    def __call__(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor: ...
 
 
 class Mix(Protocol):
@@ -113,7 +122,10 @@ class Here:
         self.ends = ends
 
     def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
-        return mix(compute(arriving, self.ends), weights, order)
+        copies = weights.shape[1]
+        own = Permute.apply(weights.reshape(-1, 1), order.place, order.back)
+        mixed: Tensor = Collect.apply(compute(arriving, self.ends, own), copies, order.place, order.back)
+        return mixed
 
 
 def spread_by_expert(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Order]:
@@ -124,61 +136,23 @@ def spread_by_expert(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, O
 
 
 class GroupedLinear(nn.Module):
-    """One projection of all experts, [experts, out, in]: y = x·Wᵀ with the matrix of each token's expert."""
+    """One projection of all experts, or ``each`` of them one behind the other: [each·experts, out, in].
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    y = x·Wᵀ with the matrices of each token's expert, [N, each·out].
+    """
+
+    def __init__(self, experts: int, inputs: int, outputs: int, each: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.weight, self.each = nn.Parameter(torch.empty(each * experts, outputs, inputs)), each
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        if self.weight.dtype == PACKED:
-            packed: Tensor = _PackedGroups.apply(x, self.weight, ends)
-            return packed
-        return grouped_product(x, self.weight.to(x.dtype).transpose(1, 2), ends)
+        matrices = self.matrices(x.dtype)
+        return (packed_product if matrices.dtype == PACKED else product)(x, matrices, ends)
 
-
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[N, in], sorted, and [experts, in, out] → [N, out]."""
-    if takes_groups(x, weight):
-        # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
-        return torch._grouped_mm(x, weight, offs=ends)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    parts = x.split(on_host(counts[None], x.shape[0])[0])
-    return torch.cat([part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)])
-
-
-class _PackedGroups(torch.autograd.Function):
-    """The grouped product with frozen matrices in 4 bits, which are unpacked for each pass (``models/nf4.py``)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(packed, ends)
-        return grouped_product(x, _unpacked(packed, x).transpose(1, 2), ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        packed, ends = ctx.saved_tensors
-        return grouped_product(gradient, _unpacked(packed, gradient), ends), None, None
-
-
-def _unpacked(packed: Tensor, beside: Tensor) -> Tensor:
-    return unpacked_beside(packed.flatten(0, 1), beside).unflatten(0, packed.shape[:2])
-
-
-def takes_groups(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these; else each expert's tokens are multiplied by themselves."""
-    aligned = all(size * x.element_size() % ALIGNED == 0 for size in weight.shape[1:])
-    return x.dtype == GROUPED and aligned and x.shape[0] > 0
-
-
-def on_host(counts: Tensor, rows: int) -> list[list[int]]:
-    """Ways to divide rows that only the device knows, and the host waits for. The first has ``rows`` in all.
-
-    A dry run, which has no numbers to read, puts an even division in its place (``prove/balanced_routing.py``).
-    """
-    read: list[list[int]] = counts.tolist()
-    return read
+    def matrices(self, dtype: torch.dtype) -> Tensor:
+        """One for each expert: [experts, each·out, in]. Those in 4 bits are as they rest."""
+        weight = self.weight if self.weight.dtype == PACKED else self.weight.to(dtype)
+        return weight.unflatten(0, (-1, self.each)).flatten(1, 2)
 
 
 class RoutedExperts(nn.Module):
@@ -188,10 +162,9 @@ class RoutedExperts(nn.Module):
         super().__init__()
         assert model.experts is not None
         count, width = model.experts.count, model.experts.ffn
-        self.gate_proj = GroupedLinear(count, model.hidden, width)
-        self.up_proj = GroupedLinear(count, model.hidden, width)
+        self.gate_up_proj = GroupedLinear(count, model.hidden, width, each=2)
         self.down_proj = GroupedLinear(count, width, model.hidden)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = model.activation
 
     def forward(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
         """Tokens on their way here, weights [T, active] of all that were sent → their results, added up [T, hidden].
@@ -201,11 +174,10 @@ class RoutedExperts(nn.Module):
         """
         return sent.mixed(arriving, self.compute, weights, order, mix)
 
-    def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+    def compute(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """As ``Compute``."""
-        inner = self.activation(self.gate_proj(tokens, ends)) * self.up_proj(tokens, ends)
-        output: Tensor = self.down_proj(inner, ends)
-        return output
+        gate_up = self.gate_up_proj(tokens, ends)
+        return way_out(gate_up, self.down_proj.matrices(tokens.dtype), ends, self.activation, weights)
 
 
 def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:
@@ -268,13 +240,29 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
-        return x.index_select(0, place // copies)
+        return spread_rows(x, place, back, copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         return mix_rows(gradient, back, ctx.copies), None, None, None
+
+
+class Collect(torch.autograd.Function):
+    """The sum of what became of each token's copies; backward, a copy of its gradient for each."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(place, back)
+        ctx.copies = copies
+        return mix_rows(results, back, copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        place, back = ctx.saved_tensors
+        return spread_rows(gradient, place, back, ctx.copies), None, None, None
 
 
 class _Mix(torch.autograd.Function):
@@ -289,7 +277,7 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         results, weights, place, back = ctx.saved_tensors
-        spread = gradient.index_select(0, place // weights.shape[1])
+        spread = spread_rows(gradient, place, back, weights.shape[1])
         of_weights = _values_at((results * spread).sum(-1), back).view_as(weights)
         return spread.mul_(weights.flatten().index_select(0, place)[:, None]), of_weights, None, None
 

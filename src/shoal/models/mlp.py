@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +17,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+}
+
+# The gradient of what an activation is given, from that of its result and what it was given.
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
 }
 
 

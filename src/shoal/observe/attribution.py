@@ -38,6 +38,8 @@ ADDED_UP = "to_accumulated_grad_if_needed"
 SENDS = ("c10d::send", "c10d::batch_p2p_ops")
 OF_WEIGHTS = {"params", "buffers", "grads", "optimizer"}
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+GROUPED = torch.ops.aten._grouped_mm.default
+STACKED = 3  # dimensions of a grouped product of experts' tokens with each other: their weights' gradients
 LOOKED_UP = (torch.ops.aten.embedding_dense_backward.default,)
 DEPTH = 40  # frames that are looked at
 
@@ -123,7 +125,8 @@ class Attributions:
         # compute it after the backward pass, when no module is at work; the loss makes the head's in the forward pass.
         late = phase == "backward" or len(self._stack) == 1 or self._stack[-1] == "lm_head"
         product = late and operator in PRODUCTS and not sources & OF_WEIGHTS
-        return (product and result.shape in self._shapes) or operator in LOOKED_UP
+        stacked = operator is GROUPED and result.dim() == STACKED
+        return (product and result.shape in self._shapes) or stacked or operator in LOOKED_UP
 
     def _by_place(self) -> str | None:
         frame = sys._getframe(2)

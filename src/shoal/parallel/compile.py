@@ -65,12 +65,14 @@ ATTENTION = frozenset(
 )
 # The rotated queries and keys come out of a concatenation: kept, a backward pass need not turn them again.
 ROTATED = frozenset({"aten::cat"})
+# Tokens sorted by expert: the order is small, and copies take as long to make as to write and read.
+SORTED, COPIED = frozenset({"shoal::sort_by_expert"}), frozenset({"shoal::spread"})
 # Results of collectives: with them no traffic is repeated.
 RECEIVED = frozenset({"_c10d_functional::wait_tensor"})
 KEPT: dict[Recompute, frozenset[str]] = {
-    "none": PRODUCTS | ATTENTION | ROTATED | RECEIVED,
+    "none": PRODUCTS | ATTENTION | ROTATED | SORTED | COPIED | RECEIVED,
     # Attention is repeated, but not a ring's: it would keep what came from all ranks, or send it again.
-    "selective": PRODUCTS | ROTATED | RECEIVED | {RING},
+    "selective": PRODUCTS | ROTATED | SORTED | RECEIVED | {RING},
     "full": frozenset(),
 }
 

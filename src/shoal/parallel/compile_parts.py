@@ -95,7 +95,8 @@ class InParts:
         mixed: Tensor = self.graph(self.kind, _mixed, self.mixture.experts, results, weights, *order)
         return mixed
 
-    def _compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+    def _compute(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        assert weights is None  # they stay where the tokens came from
         if tokens.shape[0] >= FEWEST_TOKENS:
             return self._compute_compiled(tokens, ends)
         if torch.is_grad_enabled() not in self.met:

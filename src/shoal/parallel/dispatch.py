@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.models.experts import Compute, Mix, Order, Permute, Routed, by_expert, on_host, spread_by_expert
+from shoal.models.experts import Compute, Mix, Order, Permute, Routed, by_expert, spread_by_expert
+from shoal.models.grouped_product import on_host
 from shoal.parallel.tensor_region import Gather, Scatter
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.layout.expert_nodes import Split
-from shoal.models.experts import Compute, Mix, Order, Routed, Spread, by_expert, mix
+from shoal.models.experts import Collect, Compute, Mix, Order, Routed, Spread, by_expert, mix
 from shoal.models.mix import mix_rows
 from shoal.parallel.dispatch import Dispatch, SentTokens
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
@@ -90,7 +90,7 @@ class Counts(NamedTuple):
 
 
 def counts_on_host(counts: Tensor, lengths: list[int], split: Split, chosen: torch.Size) -> list[list[int]]:
-    """Several divisions of rows, one after the other, as ``models.experts.on_host`` reads them.
+    """Several divisions of rows, one after the other, as ``models.grouped_product.on_host`` reads them.
 
     ``chosen``: tokens and experts of each. A dry run makes them up (``prove/balanced_routing.py``).
     """
@@ -111,7 +111,7 @@ class TokensOfNodes:
         leaving = depart(made, exchange)
         del made
         sums = order.first(sum(self.exchange.sent))
-        added: Tensor = _Collect.apply(arrive(leaving, exchange), self.active, sums.place, sums.back)
+        added: Tensor = Collect.apply(arrive(leaving, exchange), self.active, sums.place, sums.back)
         return added
 
     def _of_this_node(self, arriving: Tensor, compute: Compute) -> Tensor:
@@ -153,19 +153,3 @@ class _Open(torch.autograd.Function):
         (back,) = ctx.saved_tensors
         of_tokens = mix_rows(copies, back, ctx.active)
         return torch.cat([of_tokens, weights, torch.zeros_like(weights)], 1), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The sum of what came back for each token; backward, a copy of its gradient for each."""
-
-    @staticmethod
-    def forward(ctx: Any, returned: Tensor, active: int, place: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.active = active
-        return mix_rows(returned, back, active)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        return gradient.index_select(0, place // ctx.active), None, None, None

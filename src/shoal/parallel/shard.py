@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -75,10 +76,11 @@ def shard(
         segment.stage.last,
         network.shape.tied and not segment.copied_head,
     )
-    order: list[FSDPModule] = []
+    order: list[list[FSDPModule]] = []  # of each unit the modules that FSDP knows it by
     for unit in reversed(cut):  # the root, which takes what is left, comes last
         modules = _modules(segment, unit)
         routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
+        apart: list[FSDPModule] = []
         if routed_apart and routed and unit.modules != ("",):
             freed = layout.pp == 1 and not Unit(()).stays(_elements(routed), tune.persist_below)
             fully_shard(
@@ -88,14 +90,14 @@ def shard(
                 reshard_after_forward=freed,
                 shard_placement_fn=_cut_stack(experts.sharded.size if experts else 1),
             )
-            order.insert(0, cast(FSDPModule, routed[0]))
+            apart = [cast(FSDPModule, routed[0])]
         freed = layout.pp == 1 and not unit.stays(_elements(modules, left), tune.persist_below)
         fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed, ignored_params=left)
-        order.insert(0, cast(FSDPModule, modules[0]))
+        order.insert(0, [cast(FSDPModule, modules[0]), *apart])
         if unit.looked_up:
-            order[0].set_unshard_in_backward(False)
+            order[0][0].set_unshard_in_backward(False)
     root = cast(FSDPModule, segment)
-    if root not in order:
+    if [root] not in order:
         fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False, ignored_params=left)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
@@ -158,12 +160,17 @@ def _sharded_modules(segment: nn.Module) -> list[FSDPModule]:
     return [module for module in segment.modules() if isinstance(module, FSDPModule)]
 
 
-def _prefetch(order: list[FSDPModule], ahead: int) -> None:
-    for number, module in enumerate(order):
-        module.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
-        before = order[max(0, number - ahead) : number][::-1]
+def _prefetch(order: list[list[FSDPModule]], ahead: int) -> None:
+    """``order``: units as the forward pass uses them, and the modules of each. Both passes begin a unit with the first
+    of these, which asks for the others and for all of the units ahead.
+    """
+    for number, (first, *others) in enumerate(order):
+        after, before = order[number + 1 : number + 1 + ahead], order[max(0, number - ahead) : number][::-1]
+        first.set_modules_to_forward_prefetch([*others, *chain(*after)])
         # Told of nothing, FSDP would gather the unit before; told of the unit itself, which is there, it does nothing.
-        module.set_modules_to_backward_prefetch(before or [module])
+        first.set_modules_to_backward_prefetch([*chain(*before)] or [first])
+        for other in others:
+            other.set_modules_to_backward_prefetch([other])
 
 
 class ShardedRoot(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.facts.expert_load import crossing
 from shoal.facts.layout.expert_nodes import Split
-from shoal.models import experts
+from shoal.models import grouped_product
 from shoal.parallel import dispatch, dispatch_by_node
 
 
@@ -19,7 +19,7 @@ from shoal.parallel import dispatch, dispatch_by_node
 def balanced() -> Iterator[None]:
     """Every expert and every rank is sent as many tokens as the others; as ``predict`` prices them."""
     with (
-        patch.object(experts, "on_host", evenly),
+        patch.object(grouped_product, "on_host", evenly),
         patch.object(dispatch, "on_host", evenly),
         patch.object(dispatch_by_node, "counts_on_host", evenly_by_node),
     ):
@@ -27,7 +27,7 @@ def balanced() -> Iterator[None]:
 
 
 def evenly(counts: Tensor, rows: int) -> list[list[int]]:
-    """As ``models.experts.on_host``; the first ones have what does not divide."""
+    """As ``grouped_product.on_host``; the first ones have what does not divide."""
     ways, parts = counts.shape
     return [_divided(rows, parts)] * ways
 

@@ -44,9 +44,9 @@ class MatrixShare(NamedTuple):
     @property
     def place(self) -> int:
         """Of the matrix, among those that the piece has states of."""
-        if self.matrix.expert is None:
+        if self.matrix.number is None:
             return 0
-        return self.matrix.expert - self.piece.box.offset[0] - self.piece.matrices.start
+        return self.matrix.number - self.piece.box.offset[0] - self.piece.matrices.start
 
     def boxes(self) -> Iterator[tuple[slice, slice, slice, tuple[int, ...]]]:
         """Rows and columns of the matrix, the elements of the part that these are, and their shape."""

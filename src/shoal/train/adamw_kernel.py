@@ -123,9 +123,9 @@ def _owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts).to(device)
 
 
-def _sent(rows: list[list[int]], device: torch.device) -> Tensor:
+def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """On the device, without waiting for it."""
-    here = torch.tensor(rows)
+    here = torch.tensor(numbers)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
@@ -222,7 +222,7 @@ def _compiled(triton: Any, tl: Any) -> Update:
         for alike, rows in table(states, noise).items():
             owners = _owners(tuple(row[5] for row in rows), device)
             update_chunk[(len(owners),)](
-                _sent(rows, device),
+                sent(rows, device),
                 owners,
                 *(torch.empty(0, dtype=dtype, device=device) for dtype in alike.dtypes),
                 *measured,

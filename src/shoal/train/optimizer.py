@@ -19,6 +19,7 @@ from shoal.train.adamw import AdamW
 from shoal.train.blockwise_adamw import BlockwiseAdamW
 from shoal.train.lion import Lion
 from shoal.train.muon import Muon
+from shoal.train.norm_kernel import summed_squares
 from shoal.train.rounded_sgd import RoundedSGD
 from shoal.train.rounding import StochasticRounding
 from shoal.train.steered import SteeredOptimizer
@@ -159,11 +160,16 @@ def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
     for here in (True, False):
         some = [one for one in gradients if (one.device == device) == here]
         if some:
-            squares.append(_norm(some).to(device, torch.float64).square())
+            squares.append(_squares(some).to(device))
     if not squares:
         # Torch's total would be on the CPU, and its way to the device a moment at which the host waits.
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    found = summed_squares(gradients)
+    return _norm(gradients).double().square() if found is None else found
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

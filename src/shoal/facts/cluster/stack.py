@@ -30,6 +30,9 @@ class Stack:
     attention: Literal["flash", "unfused"] = "flash"
     norms: Literal["eager", "fused"] = "eager"
     activation: Literal["eager", "fused"] = "eager"
+    # Of experts, what is made of gate and up is made again; where a token's experts are here, its weights are part of
+    # that, so that what experts make need not be kept either.
+    gates_again: bool = False
     # Queries, keys and values from one product: what is kept of the values then holds all of its result.
     joined: bool = False
     # All logits at once; in chunks, with gradients made in the forward pass; all at once, but compiled into one kernel
@@ -101,6 +104,7 @@ SHOAL = Stack(
     logit_bytes=8.0,
     adds_products=True,
     narrow_gradients=True,
+    gates_again=True,
     issues_ahead=True,
     one_loss_kernel=True,
     kernel="fused",

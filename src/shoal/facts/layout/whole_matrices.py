@@ -16,14 +16,16 @@ from shoal.facts.layout.parameter_groups import replica_ranks
 from shoal.facts.layout.ranks import coordinates
 from shoal.facts.layout.stages import cut, stages_of_rank
 from shoal.facts.layout.updates import Sharing, UpdatedRange, stage_parameters, updated_ranges
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import Parameter
 
 
 class Matrix(NamedTuple):
-    """One parameter, or one expert's part of a stack of them. A vector is one too, where it is asked for."""
+    """One parameter, or one matrix of a stack of experts'. A vector is one too, where it is asked for."""
 
     label: str  # of the parameter, among those of its rank
     name: str  # canonical
-    expert: int | None
+    number: int | None  # in its stack
     shape: tuple[int, ...]
 
     @property
@@ -69,9 +71,18 @@ def matrices_of(sharing: Sharing, rank: int, chosen: Chosen, all_experts: bool =
         for matrix in (
             [Matrix(label, one.name, None, one.shape)]
             if len(one.shape) < 3
-            else [Matrix(label, one.name, expert, one.shape[1:]) for expert in routed]
+            else [
+                Matrix(label, one.name, number, one.shape[1:]) for number in _of_experts(model, one, routed)
+            ]
         )
     ]
+
+
+def _of_experts(model: Model, stack: Parameter, experts: Sequence[int]) -> list[int]:
+    """The numbers of these experts' matrices in a stack."""
+    assert model.experts is not None
+    each = stack.shape[0] // model.experts.count
+    return [each * expert + place for expert in experts for place in range(each)]
 
 
 def _experts_here(sharing: Sharing, rank: int) -> list[int]:
@@ -101,8 +112,8 @@ def part_of(one: UpdatedRange, matrix: Matrix) -> MatrixPart | None:
     """What a rank updates of one of its parameter's matrices."""
     box, first = one.box, 0
     offset, shape = box.offset, box.shape
-    if matrix.expert is not None:
-        number = matrix.expert - offset[0]
+    if matrix.number is not None:
+        number = matrix.number - offset[0]
         if not 0 <= number < shape[0]:
             return None
         offset, shape = offset[1:], shape[1:]

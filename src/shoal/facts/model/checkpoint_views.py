@@ -1,7 +1,8 @@
 """How checkpoint tensors map to Shoal's parameters: which box of one is which box of the other.
 
-Inside Shoal every model carries Llama's names, torch's [out, in] layout and separate projections, and one tensor for
-the same projection of all experts of a layer; a checkpoint carries whatever its family carries on the Hugging Face hub.
+Inside Shoal every model carries Llama's names, torch's [out, in] layout and separate projections; a layer's experts are
+two stacks, one of gates and ups, one of ways out. A checkpoint carries whatever its family carries on the Hugging Face
+hub.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import GEMMA_NAMES, MIXTRAL_NAMES, Parameter, llama_parameters, parameters
+from shoal.facts.model.parameters import (
+    GEMMA_NAMES,
+    MIXTRAL_NAMES,
+    STACKS,
+    Parameter,
+    llama_parameters,
+    parameters,
+)
 
 # The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
 _GPT2_MODULES = {
@@ -198,9 +206,9 @@ def _fused_rows(model: Model) -> Iterator[tuple[str, int, int, int]]:
 def _stacked(parameter: Parameter) -> View:
     """One expert's matrix: ``model.layers.0.mlp.experts.7.up_proj.weight``, or Mixtral's ``….experts.7.w3.weight``."""
     _, number, module, leaf = parameter.name.rsplit(".", 3)
-    module = MIXTRAL_MODULES.get(module, module)
-    canonical = f"model.layers.{parameter.layer}.mlp.experts.{module}.{leaf}"
-    return View(parameter.name, (0, 0), canonical, (int(number), 0, 0), parameter.shape)
+    stack, place, each = STACKS[MIXTRAL_MODULES.get(module, module)]
+    canonical = f"model.layers.{parameter.layer}.mlp.experts.{stack}.{leaf}"
+    return View(parameter.name, (0, 0), canonical, (each * int(number) + place, 0, 0), parameter.shape)
 
 
 def _whole(parameter: Parameter, canonical: str, transposed: bool = False) -> View:

@@ -133,12 +133,31 @@ def attention_projections(model: Model) -> tuple[str, ...]:
     return tuple(found)
 
 
+class InStack(NamedTuple):
+    """Where an expert's matrix is among those of all experts of its layer."""
+
+    stack: str
+    place: int  # among the matrices of one expert
+    each: int  # expert has so many
+
+
+# Each expert's gate and its up, one behind the other, so that one product makes both; and the ways out.
+STACKS = {
+    "gate_proj": InStack("gate_up_proj", 0, 2),
+    "up_proj": InStack("gate_up_proj", 1, 2),
+    "down_proj": InStack("down_proj", 0, 1),
+}
+
+
 def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
-    """The routed experts of a layer: of each projection one tensor, [experts, out, in]."""
+    """The routed experts of a layer: [2·experts, ffn, hidden], gates and ups in turns, and [experts, hidden, ffn]."""
     assert model.experts is not None
     prefix = f"model.layers.{layer}.mlp.experts"
     for one in _expert(prefix, model, model.experts, layer):
-        yield replace(one, shape=(model.experts.count, *one.shape))
+        stack, place, each = STACKS[one.name.rsplit(".", 2)[-2]]
+        if place == 0:
+            count = each * model.experts.count
+            yield replace(one, name=f"{prefix}.{stack}.weight", shape=(count, *one.shape))
 
 
 def adapters(parameter: Parameter, given: Adapters) -> Iterator[Parameter]:

@@ -43,6 +43,8 @@ class RoutedTokens(NamedTuple):
     """Copies of tokens for each of their experts, in bytes. Of a block without experts: none."""
 
     whole: float = 0.0  # as experts read them
+    returned: float = 0.0  # what experts made of them, where it is kept
+    inner: float = 0.0  # what is made of gate and up, where it is made again
     sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
     shared: float = 0.0  # what is kept of experts that every token uses
     crossed: float = 0.0  # tokens that have come from other nodes, each once
@@ -77,6 +79,9 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
+    if routed.inner:
+        # The gradient of what experts made; the product, made again, and the gradients of gate and up.
+        opening = parts.all - routed.returned + stream + routed.whole + 3 * routed.inner
     if model.output_norms:
         # It has one gradient for the stream and, behind the norm, another.
         opening += (0.0 if work.sp else stream) - parts.output_norm
@@ -103,6 +108,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         held_input=held_input,
         reads_input=parts.has_input,
         forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
+        after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
     )
 
 
@@ -243,18 +249,22 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     found = model.experts
     copies = work.tokens * found.active
     of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
-    inner = copies * even_share(found.ffn, work.tp) + of_shared
+    of_routed = copies * even_share(found.ffn, work.tp)
+    kept = c * (tensors * of_shared + (2 if work.stack.gates_again else tensors) * of_routed)
     routed = routed_tokens(model, found, work, float(tensors * c * of_shared))
-    kept = routed.whole + routed.sent + routing_keeps(found, work)
-    return inner, tensors * c * inner + kept, routed
+    kept += routed.whole + routed.returned + routing_keeps(found, work)
+    return of_routed + of_shared, kept, routed
 
 
 def routed_tokens(model: Model, found: Experts, work: BlockWorkload, shared: float) -> RoutedTokens:
-    """Tokens as their experts read them, and what experts make of them, which the router's gradient needs."""
-    whole = float(work.compute * model.hidden * work.tokens * found.active)
+    """Tokens as their experts read them; and what experts make of them, where the weights' gradient needs it."""
+    copies, again = work.tokens * found.active, work.stack.gates_again
+    whole = float(work.compute * model.hidden * copies)
     sent = whole / work.tp if work.ep > 1 else whole
     crossed = work.compute * (model.hidden / work.tp + 2 * found.active) * work.crossed
-    return RoutedTokens(whole, sent, shared, crossed)
+    returned = 0.0 if again and work.ep == 1 else sent
+    inside = float(work.compute * copies * even_share(found.ffn, work.tp)) if again else 0.0
+    return RoutedTokens(whole, returned, inside, sent, shared, crossed)
 
 
 def routing_keeps(found: Experts, work: BlockWorkload) -> float:
@@ -295,7 +305,8 @@ def _selected(
     products = c * tokens * (query + key + value + model.hidden) + gates
     # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
     last = routed.whole or c * tokens * model.hidden
-    return products + last, products + (last if model.output_norms else 0.0)
+    used = model.output_norms or (routed.whole and not routed.returned)
+    return products + last, products + (last if used else 0.0)
 
 
 def in_mixing(
@@ -315,7 +326,7 @@ def in_mixing(
     before = kept + stream
     if routed.sent < routed.whole:
         return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
-    return before + gathered + 2 * routed.sent + routed.crossed
+    return before + gathered + (2 * routed.sent if routed.returned else routed.whole) + routed.crossed
 
 
 def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWorkload) -> float:
@@ -349,9 +360,12 @@ def _working(
     # The MLP's dropout comes first, and its mask has gone.
     held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
+    # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
+    entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
+    if routed.inner:
+        entering = ways_in * inner
     later = (
-        # Its way in: what each of the projections makes of its gradient, still apart.
-        held - mlp + stream + inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole,
+        held - mlp + stream + entering + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # The norm behind attention. The stream has a gradient of its own.
@@ -370,10 +384,13 @@ def _working(
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
     # The activation: the gradients of its two factors and of their product, which itself is gone.
-    activation = held - routed.sent + stream + ways_in * inner
+    activation = BlockPeak(held - routed.returned + stream + ways_in * inner, 1)
+    if routed.inner:
+        # That of experts: before their weights' first gradient, which needs the product and their results' gradient.
+        activation = BlockPeak(held - routed.returned + stream + routed.whole + 4 * routed.inner, 0)
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    found = BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    found = activation, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
     if not model.output_norms:
         return found
     return BlockPeak(held + norm_backward(model, work) + stream, 0), *found

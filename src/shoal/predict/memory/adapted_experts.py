@@ -1,9 +1,9 @@
 """Activation memory of a block with adapters and routed experts, which are frozen.
 
-Frozen experts keep nothing that they read: of gate and up what their gradients need, and what they made of every token,
-which its weights' gradient needs. These always have one, for the routers' tally is there (``models/router.py``); tokens
-have one where anything before them is trained. In the backward pass the experts that every token uses come last. Of
-experts in 4 bits one projection at a time is there as it is used.
+Frozen experts keep nothing that they read: what gate and up gave, which their gradients need, and those of the tokens'
+weights; where experts are on other ranks, for these what came back. Weights always have a gradient, for the routers'
+tally is there (``models/router.py``); tokens have one where anything before them is trained. In the backward pass the
+experts that every token uses come last. Of experts in 4 bits one stack at a time is there as it is used.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def adapted_experts(
         shared_mlp, product = mlp_parts(model, experts.shared_ffn, adapters, work, streamed)
         shared_mlp += multiplied(model, True, adapters, work, "shared_experts")
     routed = routed_tokens(model, experts, work, shared_mlp)
-    # Gate and its activation, and up.
-    own = (WAYS_IN + 1) * inner * streamed
-    of_routed = own + routed.sent + routing_keeps(experts, work)
+    # What gate and up gave, where tokens or, as part of the way out's input, their weights have a gradient.
+    own = WAYS_IN * inner * (streamed or work.ep == 1)
+    of_routed = own + routed.returned + routing_keeps(experts, work)
     kept = around(
         model,
         entry,
@@ -85,26 +85,23 @@ def adapted_experts(
     if gathered and work.rows > 1 and work.recompute == "none":
         moments.insert(0, BlockPeak(kept.all + stream + 2 * gathered, 0))
     held = kept.all - kept.dropout / 2
+    unpacked = _unpacked(model, experts, adapters, work)
+    after_mixing = held - routed.returned + stream + gathered + routed.whole
+    # The way out: the gradient of its input; with that those of gate and up, and the input, made again.
+    leaving = after_mixing + inner + max(unpacked, (WAYS_IN + 1) * inner) if own else 0.0
+    if own:
+        moments.append(BlockPeak(leaving, 1))
     if streamed:
-        # As in a block that is trained, but that what their way out reads is not there.
-        moments.append(BlockPeak(held - routed.sent + stream + gathered + (1 + WAYS_IN) * inner, 1))
-        into = (
-            held
-            - of_routed
-            + stream
-            + gathered
-            + 2 * routed.whole
-            + _unpacked(model, experts, adapters, work)
-        )
-        moments.append(BlockPeak(into + inner, 1))
+        # The way in: what it read has a gradient, where there is no grouped product put together of parts.
+        into = held - of_routed + stream + gathered + WAYS_IN * inner + _parts(routed.whole, work)
+        moments.append(BlockPeak(into + WAYS_IN * unpacked, 1))
     moments += _shared(adapters, experts, kept, held - of_routed, stream, whole, of_shared, model, work)
     after_mlp = held - kept.mlp - kept.second_norm
     moments += attention_moments(model, kept, after_mlp, after_mlp, WAYS_IN, stream, work)
     deferred = read_in_attention(model, adapters, work) + narrow
     if experts.shared:
         deferred += what_is_read(adapters, INTO_MLP, c, whole, False) + of_shared * has("down_proj")
-    opening = kept.all - routed.sent + stream + gathered + routed.whole + inner * streamed
-    opening += _unpacked(model, experts, adapters, work) * streamed
+    opening = leaving + kept.dropout / 2 if own else kept.all - routed.returned + stream + gathered + routed.whole
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in moments),
@@ -139,8 +136,8 @@ def _in_forward(
     beside = whole if experts.shared else 0.0
     known = routed.whole + beside + (0.0 if keeps_read else whole)
     known += (0.0 if kept.has_input else stream) + (stream if work.sp else 0.0)
-    # Where there is no grouped product, its parts are put together.
-    product = known + inner + (0.0 if work.compute == GROUPED_WIDTH else routed.whole)
+    # The way out: what it reads, and what it gives.
+    product = known + inner + _parts(routed.whole, work) - routed.returned
     product += _unpacked(model, experts, adapters, work)
     entered = stream
     if work.tp > 1 and work.ep > 1:
@@ -162,8 +159,13 @@ def _in_forward(
     return forward + (0.0 if kept.has_input else stream), moment + entered
 
 
+def _parts(made: float, work: BlockWorkload) -> float:
+    """What a product of each expert's tokens makes; where there is no grouped one, also its parts."""
+    return made if work.compute == GROUPED_WIDTH else 2 * made
+
+
 def _unpacked(model: Model, experts: Experts, adapters: Adapters, work: BlockWorkload) -> float:
-    """In 4 bits: one projection of all experts here, as it is used."""
+    """In 4 bits: one matrix of each expert here, as it is used. Gates and ups are used together."""
     if adapters.base != "nf4":
         return 0.0
     each = even_share(experts.ffn, work.tp) * model.hidden

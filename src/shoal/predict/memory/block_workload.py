@@ -34,6 +34,8 @@ class BlockActivations(NamedTuple):
         0.0  # the fullest moment of its forward pass beyond what rests, where that can be the peak
     )
 
+    after_experts: float = 0.0  # when routed experts' backward pass is over, beyond what rests
+
     @property
     def fullest(self) -> float:
         """The most of its backward pass, beyond what rests."""

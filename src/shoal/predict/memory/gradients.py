@@ -135,6 +135,11 @@ class RankGradients:
         """As the head's gradient is reduced, itself still there."""
         yield from ()
 
+    def after_experts(
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations, left: Peak
+    ) -> Iterator[Peak]:
+        yield from ()
+
     def after_block(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
         yield from ()
 

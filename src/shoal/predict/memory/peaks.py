@@ -275,6 +275,7 @@ class BackwardPass:
                 activations=size + (put_off if count != 0 else 0.0),
                 buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
             )
+        yield from gradients.after_experts(moment, run, done, block, left)
         end = left.plus(name, activations=stream - back - self._freed(run, done, 1))
         yield from gradients.after_block(moment, run, done, end)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shoal.facts.layout.buckets import sharded_dimension
+from shoal.facts.layout.parameter_groups import EXPERTS
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
@@ -126,9 +128,13 @@ class ShardedGradients(RankGradients):
             return self.rank.gathered(self.total)
         gathered = self.hold.compute * self.root if self.model.tied else 0.0
         if done < self.one.layers:
-            ahead = min((self.one.layers - done - 1) // self.unit, self.tune.prefetch)
+            first = next_unit(self.one, done, self.unit)
             gathered += self.rank.gathered(self._unit(run, done))
-            gathered += self.rank.gathered(self._full_unit(run)) * ahead
+            left = self.one.layers - done - first.blocks + first.done  # blocks before this unit
+            for _ in range(min(left // self.unit, self.tune.prefetch)):
+                blocks = range(left - self.unit, left)
+                gathered += sum(self.rank.gathered(self._block(self.rank.run_of(0, one))) for one in blocks)
+                left -= self.unit
         return gathered
 
     def _full_unit(self, run: BlockRun) -> ParameterCount:
@@ -147,6 +153,20 @@ class ShardedGradients(RankGradients):
             projections=count.projections - (count.packed_experts if there else 0),
         )
 
+    def _apart(self, run: BlockRun, done: int) -> int:
+        """Of a unit, routed experts in shards of their own: gathered with the rest, reduced before it."""
+        if not run.experts or self.rank.whole_experts:
+            return 0
+        each = expert_elements(self.model, self.layout.tp, self.layout.ep)
+        return each * next_unit(self.one, done, self.unit).blocks
+
+    @property
+    def _within_experts(self) -> bool:
+        """Whether ranks have rows of every expert, and not some experts each."""
+        ranks = self.rank.workload.groups[EXPERTS].sharded.size
+        here = self.model.experts.count // self.layout.ep if self.model.experts else 1
+        return bool(sharded_dimension((here, ranks, 1), ranks))
+
     # Gradients on their way.
 
     def in_norm(self, moment: Moment) -> float:
@@ -154,17 +174,7 @@ class ShardedGradients(RankGradients):
         last = self.one.runs[-1]
         head = 0.0 if self.model.tied else self.hold.reduce * self.ends.head.trained
         passing = head + self.tied_head(moment) + self._landing(last, 0)
-        return self._gathered(last, 0) - self._not_asked_for(last) + passing
-
-    def _not_asked_for(self, run: BlockRun) -> float:
-        """Experts in shards of their own are a unit beside their block's: one ahead is not yet the rest of a block."""
-        if not run.experts or self.rank.whole_experts or not self.frees or self.one.layers <= self.unit:
-            return 0.0
-        routed = expert_elements(self.model, self.layout.tp, self.layout.ep)
-        rest = run.block._replace(
-            whole=run.block.whole - routed, projections=run.block.projections - run.block.packed_experts
-        )
-        return self.rank.gathered(rest.times(min(self.unit, run.layers)))
+        return self._gathered(last, 0) + passing
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """Of this unit's gradients those of its later blocks; the unit before is on its way."""
@@ -172,7 +182,7 @@ class ShardedGradients(RankGradients):
         if self.adapters_only:
             return gathered
         if done > of_unit:
-            before = self._unit(run, done - of_unit - 1).whole
+            before = self._unit(run, done - of_unit - 1).whole - self._apart(run, done - of_unit - 1)
         else:
             before = 0 if self.model.tied else self.ends.head.trained + self.ends.norm.trained
         own = self.hold.compute * (of_unit * run.block.whole + self.made(run, made))
@@ -234,6 +244,23 @@ class ShardedGradients(RankGradients):
         passing = gathered + (hold.compute + hold.reduce) * head.trained + going
         yield left.plus("head", grads=stays, buffers=passing)
 
+    def after_experts(
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations, left: Peak
+    ) -> Iterator[Peak]:
+        """As a unit's routed experts, no longer gathered, are reduced: their gradients, and a copy on the way."""
+        last = (self.one.layers - 1 - done) % self.unit == 0
+        if not (apart := self._apart(run, done)) or not last or self.adapters_only:
+            return
+        freed = self.hold.compute * apart if self.frees else 0.0
+        passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
+        passing += (self.hold.compute + self.hold.reduce) * apart
+        if self._within_experts:
+            # Each gradient is laid out anew, by rank, and goes then; the last one when all are sent.
+            passing += self.hold.compute * self.down[True]
+        yield left.plus(
+            left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
+        )
+
     def after_block(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
         """As a unit is reduced and the next one, which was gathered before, is taken apart."""
         if (self.one.layers - 1 - done) % self.unit:
@@ -245,7 +272,10 @@ class ShardedGradients(RankGradients):
         if self.adapters_only:
             yield left.plus(name, grads=grads, buffers=kept + 2 * following)
             return
-        unit, blocks = self._unit(run, done).whole, next_unit(self.one, done, self.unit).blocks
+        unit, blocks = (
+            self._unit(run, done).whole - self._apart(run, done),
+            next_unit(self.one, done, self.unit).blocks,
+        )
         passing = kept + following + hold.reduce * unit + self.tied_head(moment)
         # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
         whole = hold.compute * unit + self._landing(run, done)
@@ -261,7 +291,8 @@ class ShardedGradients(RankGradients):
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         hold, table, layers, run = self.hold, self.ends.embedding, self.one.layers, self.one.runs[0]
         kept = self._gathered(run, layers)
-        before = 0 if self.adapters_only else hold.reduce * self._unit(run, layers - 1).whole
+        before = self._unit(run, layers - 1).whole - self._apart(run, layers - 1)
+        before = 0 if self.adapters_only else hold.reduce * before
         passing = kept + before + hold.compute * table.trained + self.tied_head(moment)
         passing += self._landing(run, layers)
         yield left.plus("embedding", activations=entering, buffers=passing)

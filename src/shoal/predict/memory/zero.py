@@ -13,7 +13,7 @@ from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.replicate import ReplicatedGradients
-from shoal.predict.rank_parameters import rank_parameters
+from shoal.predict.rank_parameters import expert_elements, rank_parameters
 
 
 class ScatteredGradients(ReplicatedGradients):
@@ -28,6 +28,10 @@ class ScatteredGradients(ReplicatedGradients):
         # Parameters of a full bucket. A token embedding has one of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
+        self.apart = 0
+        if self.layout.ep > 1 and self.model.experts is not None:
+            layers = sum(run.layers for one in rank.stages for run in one.runs if run.experts)
+            self.apart = layers * expert_elements(self.model, self.layout.tp, self.layout.ep)
         # Of these, what shares a bucket with the first gradients, the head's and the norm's.
         self.with_head = self._with_head() if rank.workload.recipe.blockwise else self.others
         if not self.model.tied:
@@ -62,7 +66,10 @@ class ScatteredGradients(ReplicatedGradients):
                 + self.in_loss(moment)
             )
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
-            return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)
+            # Experts' bucket of the pass before, too, lands when the next one is sent; by then that one fills.
+            fills = moment.before and (done or made is None or made > 1)
+            before = self.hold.reduce * min(self.bucket, self.apart) if fills else 0.0
+            return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment) + before
         # What has landed is on its way to the host, of two buckets at most.
         landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
         leaving = (
@@ -71,7 +78,10 @@ class ScatteredGradients(ReplicatedGradients):
         return self.tied_head(moment) + self.buckets(2) + leaving
 
     def buckets(self, count: int) -> float:
-        return self.hold.reduce * min(count * max(self.bucket, *self.down), self.others)
+        """Routed experts that fewer ranks hold have buckets of their own."""
+        largest = max(self.bucket, *self.down)
+        elements = sum(min(count * largest, one) for one in (self.others - self.apart, self.apart))
+        return self.hold.reduce * elements
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         product, widened = self.of_table
