@@ -101,7 +101,9 @@ def adapted_experts(
     deferred = read_in_attention(model, adapters, work) + narrow
     if experts.shared:
         deferred += what_is_read(adapters, INTO_MLP, c, whole, False) + of_shared * has("down_proj")
-    opening = leaving + kept.dropout / 2 if own else kept.all - routed.returned + stream + gathered + routed.whole
+    opening = (
+        leaving + kept.dropout / 2 if own else kept.all - routed.returned + stream + gathered + routed.whole
+    )
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in moments),
