@@ -250,7 +250,7 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     copies = work.tokens * found.active
     of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
     of_routed = copies * even_share(found.ffn, work.tp)
-    kept = c * (tensors * of_shared + (2 if work.stack.gates_again else tensors) * of_routed)
+    kept: float = c * (tensors * of_shared + (2 if work.stack.gates_again else tensors) * of_routed)
     routed = routed_tokens(model, found, work, float(tensors * c * of_shared))
     kept += routed.whole + routed.returned + routing_keeps(found, work)
     return of_routed + of_shared, kept, routed

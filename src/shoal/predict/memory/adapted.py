@@ -16,6 +16,7 @@ from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Adapters, Model
 from shoal.facts.model.parameters import block_parameters, is_matrix
 from shoal.facts.model.tensor_split import tensor_part
+from shoal.facts.nf4 import AT_ONCE, BLOCK, SCALE_BYTES
 from shoal.predict.memory import context
 from shoal.predict.memory.activations import (
     attention_keeps,
@@ -98,6 +99,10 @@ def adapted_activations(
             made = whole if has("down_proj") and work.recompute == "full" else 0.0
             result = whole if work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", result), 0))
+            if adapters.kind == "dora" and has("down_proj"):
+                # Behind it once more, for its rows' lengths.
+                lengths = _unpacked_in_steps(unpacked("down_proj", 0.0), work)
+                moments.insert(0, BlockPeak(repeated + lengths, 0))
     read = what_is_read(adapters, INTO_MLP, c, whole)
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
     last = max(whole, unpacked("up_proj", whole))
@@ -171,6 +176,12 @@ def unpacked_bytes(
         return 0.0
     size = math.prod(tensor_part(parameter, work.tp, 0).box.shape)
     return float(work.compute * size) + result
+
+
+def _unpacked_in_steps(unpacked: float, work: BlockWorkload) -> float:
+    """Where there is no kernel for it, beside it some levels in fp32, and these times their scales, which are copied."""
+    values = min(unpacked / work.compute, AT_ONCE) if work.cpu else 0.0
+    return unpacked + 2 * 4 * values + SCALE_BYTES * values / BLOCK
 
 
 def what_is_read(
@@ -256,7 +267,8 @@ def attention_parts(
 
 
 def multiplied(model: Model, experts: bool, adapters: Adapters, work: BlockWorkload, inside: str) -> float:
-    """Of DoRA, what a row's trained length multiplies, of projections in a part of the block."""
+    """Of DoRA, what a row's trained length multiplies, of projections in a part of the block; and by what, which is
+    kept, as is the length of what it is divided by."""
     if adapters.kind != "dora":
         return 0.0
     found = 0
@@ -264,7 +276,7 @@ def multiplied(model: Model, experts: bool, adapters: Adapters, work: BlockWorkl
         named = f".{inside}." in one.name and one.name.rsplit(".", 2)[-2] in adapters.targets
         if named and is_matrix(one.name, one.shape):
             found += tensor_part(one, work.tp, 0).box.shape[0]
-    return float(work.compute * work.tokens * found)
+    return float((work.compute * (work.tokens + 1) + work.wide) * found)
 
 
 def mlp_parts(

@@ -138,9 +138,12 @@ def _in_forward(
     beside = whole if experts.shared else 0.0
     known = routed.whole + beside + (0.0 if keeps_read else whole)
     known += (0.0 if kept.has_input else stream) + (stream if work.sp else 0.0)
-    # The way out: what it reads, and what it gives.
+    # The way out: what it reads, and what it gives; before, as the first is made, the second only where it was kept.
+    result = routed.whole - routed.returned
     product = known + inner + _parts(routed.whole, work) - routed.returned
     product += _unpacked(model, experts, adapters, work)
+    if work.recompute == "selective":
+        product = max(product, known + 2 * inner + result)
     entered = stream
     if work.tp > 1 and work.ep > 1:
         # Tokens as they came and in order; results of all ranks' features, and a copy in the order of ranks.
@@ -150,14 +153,14 @@ def _in_forward(
     elif work.ep > 1:
         forward = moment = max(known + 2 * routed.sent + routed.crossed, product + routed.sent)
     elif work.tp > 1:
-        moment = known + whole  # added up
+        moment = known + whole + result  # added up
         # As it leaves, with what shared experts made of it; in the order of ranks.
-        leaving = moment + beside + (stream if work.sp else whole)
+        leaving = known + whole + beside + (stream if work.sp else whole)
         forward = max(product, leaving + (whole if work.sp and work.rows > 1 else 0.0))
         moment = max(moment, product)
         entered = stream + (whole if work.sp else 0.0)
     else:
-        moment = forward = product
+        moment = forward = max(product, known + whole + result)
     return forward + (0.0 if kept.has_input else stream), moment + entered
 
 

@@ -29,7 +29,7 @@ class ScatteredGradients(ReplicatedGradients):
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
         self.apart = 0
-        if self.layout.ep > 1 and self.model.experts is not None:
+        if self.layout.ep > 1 and self.model.experts is not None and not self.adapters_only:
             layers = sum(run.layers for one in rank.stages for run in one.runs if run.experts)
             self.apart = layers * expert_elements(self.model, self.layout.tp, self.layout.ep)
         # Of these, what shares a bucket with the first gradients, the head's and the norm's.
