@@ -179,7 +179,7 @@ def unpacked_bytes(
 
 
 def _unpacked_in_steps(unpacked: float, work: BlockWorkload) -> float:
-    """Where there is no kernel for it, beside it some levels in fp32, and these times their scales, which are copied."""
+    """Where there is no kernel for it, beside it some levels in fp32, these times their scales, and the scales."""
     values = min(unpacked / work.compute, AT_ONCE) if work.cpu else 0.0
     return unpacked + 2 * 4 * values + SCALE_BYTES * values / BLOCK
 
