@@ -137,7 +137,7 @@ def test_what_is_searched_for_the_engine_is_what_it_runs() -> None:
     dense = MIXED.model_copy(update={"experts": None})
     adapted = Space(dense, recipe(LEAST_TOKENS, 4), 4, runnable=True, lora=Lora()).offloads
     in_files = [one for one in space.offloads if any(part.what == "params" and part.nvme for part in one)]
-    assert in_files and set(adapted) == set(space.offloads) - set(in_files)
+    assert in_files and set(adapted) == set(space.offloads)
     lion = recipe(LEAST_TOKENS, 4).model_copy(update={"optimizer": "lion"})
     on_host = [one for one in Space(dense, lion, 4, runnable=True).offloads if one[0].what == "optimizer"]
     assert on_host == [], "the host updates by AdamW and SGD alone"
@@ -241,7 +241,8 @@ def test_what_fits_nowhere_has_no_plan() -> None:
 
 
 def test_the_fraction_of_the_optimizer_is_the_one_with_which_a_step_is_fastest() -> None:
-    model, cluster, asked = presets.find("llama3-8b"), notation.find("1xH100"), recipe(4096, 16)
+    # With more sequences all of it hides behind the passes.
+    model, cluster, asked = presets.find("llama3-8b"), notation.find("1xH100"), recipe(4096, 4)
     found = search(model, cluster, asked)
     best = found.plans[0]
     (part,) = best.layout.offload

@@ -67,7 +67,7 @@ class _PackedGroups(torch.autograd.Function):
 
 
 def as_multiplied(weight: Tensor, beside: Tensor) -> Tensor:
-    """Matrices as they are multiplied with ``beside``: those in 4 bits unpacked, which nobody is to keep."""
+    """Matrices as they are multiplied with ``beside``: those in 4 bits unpacked, for this one product."""
     if weight.dtype != PACKED:
         return weight
     return unpacked_beside(weight.flatten(0, 1), beside).unflatten(0, weight.shape[:2])
