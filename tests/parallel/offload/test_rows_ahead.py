@@ -64,7 +64,7 @@ def test_all_but_the_first_of_a_pass_are_on_their_way(
 ) -> None:
     for rank, (asked, left) in enumerate(run_ranks(2, _steps, layout, tmp_path)):
         assert asked == expected, rank
-        assert left == 0, "on its way for nobody"
+        assert left == 0, "on its way, and never asked for"
 
 
 def _steps(rank: int, world: int, layout: str, place: Path) -> tuple[list[tuple[int, bool]], int]:
