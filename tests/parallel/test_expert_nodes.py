@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from torch import Tensor
 
 from shoal.facts.layout import Layout
-from shoal.facts.layout.expert_nodes import expert_nodes
+from shoal.facts.layout.expert_nodes import PARTS, expert_nodes
 from shoal.facts.model import Experts
 from shoal.models import router
 from shoal.parallel.token_exchange import TokenExchange
@@ -61,7 +61,8 @@ def crossings(rank: int, world: int, case: Case) -> list[tuple[int, int, int]]:
     with patch.object(router, "choose", noted), patch.object(TokenExchange, "begin", begun):
         placed.executor.forward_only([batch])
     nodes = [sum(len({one // each for one in token}) for token in layer) for layer in chosen]
-    return list(zip(sent[::2], nodes, [sum(map(len, layer)) for layer in chosen], strict=True))
+    there_and_back = [sum(sent[first : first + PARTS]) for first in range(0, len(sent), PARTS)]
+    return list(zip(there_and_back[::2], nodes, [sum(map(len, layer)) for layer in chosen], strict=True))
 
 
 @pytest.mark.parametrize("model", [FEW, SHARED], ids=["any node", "one node"])

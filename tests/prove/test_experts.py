@@ -22,9 +22,9 @@ from shoal.facts.model import Experts, Latent
 from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.models.experts import Compute
+from shoal.models.experts import Compute, Mix
 from shoal.parallel.dispatch import Features, SentTokens
-from shoal.parallel.dispatch_by_node import TokensOfNodes
+from shoal.parallel.dispatch_by_node import PartOfTokens
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -174,8 +174,8 @@ def token_dropped() -> None:
     """As where experts have room for so many and no more: the last copy of a token adds nothing."""
     made = SentTokens.results
 
-    def full(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
-        results = made(self, arriving, compute)
+    def full(self: SentTokens, returning: Tensor) -> Tensor:
+        results = made(self, returning)
         kept = results.new_ones(len(results), 1)
         kept[-1] = 0
         return results * kept
@@ -185,7 +185,7 @@ def token_dropped() -> None:
 
 def sent_to_the_next_expert() -> None:
     """Of what a rank receives, every expert's last token."""
-    made = SentTokens.results
+    made = SentTokens.computed
 
     def off_by_one(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
         def wrong(here: Tensor, at: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def sent_to_the_next_expert() -> None:
 
         return made(self, arriving, wrong)
 
-    SentTokens.results = off_by_one  # type: ignore[method-assign]
+    SentTokens.computed = off_by_one  # type: ignore[method-assign]
 
 
 def losses_averaged_by_rank() -> None:
@@ -209,14 +209,14 @@ def losses_averaged_by_rank() -> None:
 
 def dropped_on_its_way_inside() -> None:
     """Of what has come from other nodes, the last token: it reaches no expert, and adds nothing."""
-    made = TokensOfNodes._of_this_node
+    made = PartOfTokens._of_this_node
 
-    def one_less(self: TokensOfNodes, arriving: Tensor, compute: Compute) -> Tensor:
-        kept = torch.ones(sum(self.exchange.received), 1, dtype=arriving.dtype)
+    def one_less(self: PartOfTokens, returning: Tensor, mix: Mix) -> Tensor:
+        kept = torch.ones(sum(self.counts.received), 1, dtype=returning.dtype)
         kept[-1:] = 0
-        return made(self, arriving, compute) * kept
+        return made(self, returning, mix) * kept
 
-    TokensOfNodes._of_this_node = one_less  # type: ignore[method-assign]
+    PartOfTokens._of_this_node = one_less  # type: ignore[method-assign]
 
 
 MUTATIONS = {

@@ -34,6 +34,11 @@ class Order(NamedTuple):
         """Without what was sorted behind them, for it is not there: ``back`` tells of that a place past the end."""
         return self._replace(place=self.place[:number].clone())
 
+    def part(self, unsorted: slice, ordered: slice) -> Order:
+        """Of these alone, which were sorted to there; some behind all others, and these are not there."""
+        place, back = self.place[ordered] - unsorted.start, self.back[unsorted] - ordered.start
+        return self._replace(place=place, back=back)
+
 
 def by_expert(chosen: Tensor, experts: int) -> Order:
     """``chosen``: of each token, or of each of its copies, the expert, in one dimension; ``experts``: none of them."""
@@ -77,10 +82,14 @@ class Routed(NamedTuple):
     order: Order  # as ``Travel`` has put them
 
 
+# Tokens on their way, in as many parts as they travel in.
+Arriving = tuple[Tensor, ...]
+
+
 class Sent(Protocol):
     """Tokens on their way to their experts."""
 
-    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
         """What experts made of them, each with its weight, added up: [T, hidden], as much of each as was sent."""
 
 
@@ -92,7 +101,7 @@ class Travel(Protocol):
         same shape.
         """
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, Sent]:
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
         """Begin to send; what arrives is not there before results are asked for."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
@@ -108,8 +117,8 @@ class AllHere:
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         return spread_by_expert(x, chosen, self.experts)
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, Sent]:
-        return tokens, Here(routed.order.ends)
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
+        return (tokens,), Here(routed.order.ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
@@ -121,10 +130,10 @@ class Here:
     def __init__(self, ends: Tensor) -> None:
         self.ends = ends
 
-    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
-        copies = weights.shape[1]
+    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        (tokens,), copies = arriving, weights.shape[1]
         own = Permute.apply(weights.reshape(-1, 1), order.place, order.back)
-        mixed: Tensor = Collect.apply(compute(arriving, self.ends, own), copies, order.place, order.back)
+        mixed: Tensor = Collect.apply(compute(tokens, self.ends, own), copies, order.place, order.back)
         return mixed
 
 
@@ -166,7 +175,7 @@ class RoutedExperts(nn.Module):
         self.down_proj = GroupedLinear(count, width, model.hidden)
         self.activation = model.activation
 
-    def forward(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+    def forward(self, arriving: Arriving, sent: Sent, weights: Tensor, order: Order) -> Tensor:
         """Tokens on their way here, weights [T, active] of all that were sent → their results, added up [T, hidden].
 
         All of it is here because FSDP gathers weights around this function, and knows a repeated forward pass by the

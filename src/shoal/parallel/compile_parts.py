@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.facts.layout import Recompute
 from shoal.models.decoder import Block
 from shoal.models.documents import Documents
-from shoal.models.experts import AllHere, MixtureOfExperts, Order, Routed, RoutedExperts, Sent, mix
+from shoal.models.experts import AllHere, Arriving, MixtureOfExperts, Order, Routed, RoutedExperts, Sent, mix
 
 # Runs a function of a module, given first, as a graph; the kind says what it keeps.
 Graph = Callable[..., Any]
@@ -86,7 +86,7 @@ class InParts:
         output: Tensor = _behind(*behind) if self.again else graph(kind, _behind, *behind)
         return output
 
-    def _experts(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+    def _experts(self, arriving: Arriving, sent: Sent, weights: Tensor, order: Order) -> Tensor:
         if not self.compiled_experts:
             return self.eager_experts(arriving, sent, weights, order)
         return sent.mixed(arriving, self._compute, weights, order, self._mix)

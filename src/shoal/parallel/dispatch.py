@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.models.experts import Compute, Mix, Order, Permute, Routed, by_expert, spread_by_expert
+from shoal.models.experts import Arriving, Compute, Mix, Order, Permute, Routed, by_expert, spread_by_expert
 from shoal.models.grouped_product import on_host
 from shoal.parallel.tensor_region import Gather, Scatter
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
@@ -62,14 +62,14 @@ class Dispatch:
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         return spread_by_expert(self.features.outgoing(x), chosen, self.experts)
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, SentTokens]:
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, SentTokens]:
         # By rank, and of each rank by expert: how many tokens go there, and how many come from there.
         ends = routed.order.ends.long()
         going = torch.diff(ends, prepend=ends.new_zeros(1)).view(self.ranks, -1)
         coming = self.told(going)
         sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
         exchange = TokenExchange(sent, received, self.group)
-        return depart(tokens, exchange), SentTokens(self, exchange, coming)
+        return (depart(tokens, exchange),), SentTokens(self, exchange, coming)
 
     def told(self, going: Tensor) -> Tensor:
         """What each rank says to this one, of what each says to every other."""
@@ -87,13 +87,15 @@ class SentTokens:
     def __init__(self, dispatch: Dispatch, exchange: TokenExchange, coming: Tensor) -> None:
         """``coming``: how many from each rank for each expert here."""
         self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
+        self.home = TokenExchange(exchange.received, exchange.sent, exchange.group)
 
-    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
-        return mix(self.results(arriving, compute), weights, order)
+    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        (tokens,) = arriving
+        return mix(self.results(self.computed(tokens, compute)), weights, order)
 
-    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
-        """What experts made of them, in the order in which they were sent."""
-        sent, received = self.exchange.sent, self.exchange.received
+    def computed(self, arriving: Tensor, compute: Compute) -> Tensor:
+        """What experts made of them, on its way home."""
+        received = self.exchange.received
         arrived = arrive(arriving, self.exchange)
         del arriving
         # What arrives is in order of the ranks that it comes from; experts want each its own.
@@ -103,10 +105,10 @@ class SentTokens:
         order = by_expert(whose, experts=count)
         here: Tensor = Permute.apply(arrived, order.place, order.back)
         del arrived
-        exchange = TokenExchange(received, sent, self.dispatch.group)
         computed = self.dispatch.features.computed
         # Under no name, so that nothing on the way takes room for longer than it has to.
-        return arrive(
-            depart(Permute.apply(computed(compute, here, order.ends), order.back, order.place), exchange),
-            exchange,
-        )
+        return depart(Permute.apply(computed(compute, here, order.ends), order.back, order.place), self.home)
+
+    def results(self, returning: Tensor) -> Tensor:
+        """In the order in which tokens were sent."""
+        return arrive(returning, self.home)

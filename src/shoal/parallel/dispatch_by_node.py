@@ -9,6 +9,13 @@ each with its weight, and returns one sum. The backward pass goes the same way i
                                                                                                 │
     sum over nodes ◄───────────────── across ──── sum, weighted ◄──────────────── inside ───────┘
 
+A rank's tokens travel in two parts (``facts/layout/expert_nodes.PARTS``), so that links between nodes, links inside
+them and experts work at once:
+
+    across    1 ─► 2 ─►                          1 ─► 2 ─►
+    inside         1 ─► 2 ─►           1 ─► 2 ─►
+    experts             1 ───► 2 ───►
+
 How many tokens come, and how many of them go on to whom, is told in two small messages before any token leaves, and
 read by the host once. A node may be one rank: then nothing is sent on, and a token travels once to each rank.
 """
@@ -22,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.facts.layout.expert_nodes import Split
-from shoal.models.experts import Collect, Compute, Mix, Order, Routed, Spread, by_expert, mix
+from shoal.facts.layout.expert_nodes import PARTS, Split, part_sizes
+from shoal.models.experts import Arriving, Collect, Compute, Mix, Order, Routed, Spread, by_expert
 from shoal.models.mix import mix_rows
 from shoal.parallel.dispatch import Dispatch, SentTokens
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
@@ -40,43 +47,58 @@ class NodeDispatch:
         self.across, self.split, self.node, self.inside = across, split, node, inside
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-        """Tokens as they are; their order is by node, of those of their experts that are a node's first."""
-        nodes, count = self.split.nodes, chosen.shape[1]
+        """Tokens as they are; their order is by part and node, of those of their experts that are a node's first."""
+        nodes, (tokens, count) = self.split.nodes, chosen.shape
         whose = chosen // self.split.experts_each
         earlier = torch.ones(count, count, dtype=torch.bool, device=chosen.device).tril(-1)
         again = ((whose[:, :, None] == whose[:, None, :]) & earlier).any(-1)
-        order = by_expert(whose.masked_fill(again, nodes).flatten(), nodes)
+        part = _part_of_each(tokens, chosen.device)
+        order = by_expert((whose + part * nodes).masked_fill(again, PARTS * nodes).flatten(), PARTS * nodes)
         return self.inside.features.outgoing(x), order
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Tensor, TokensOfNodes]:
-        counts = self._counts(routed.order, routed.chosen)
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, TokensOfNodes]:
+        sizes = part_sizes(len(tokens))
+        told = self._counts(routed.order, routed.chosen, sizes)
         numbers = routed.chosen.to(AS_WIDE[tokens.element_size()]).view(tokens.dtype)
-        rows = torch.cat([tokens, routed.weights, numbers], 1)
-        order = routed.order.first(sum(counts.sent))
-        exchange = TokenExchange(counts.sent, counts.received, self.across)
-        leaving = Spread.apply(rows, routed.chosen.shape[1], order.place, order.back)
-        return depart(leaving, exchange), TokensOfNodes(self, exchange, counts, routed.chosen.shape[1])
+        rows = torch.cat([tokens, routed.weights, numbers], 1).split(sizes)
+        active = routed.chosen.shape[1]
+        parts, arriving, first, ordered = [], [], 0, 0
+        for own, counts in zip(rows, told, strict=True):
+            unsorted, number = slice(first * active, (first + len(own)) * active), sum(counts.sent)
+            order = routed.order.part(unsorted, slice(ordered, ordered + number))
+            parts.append(part := PartOfTokens(self, counts, order, active))
+            arriving.append(depart(Spread.apply(own, active, order.place, order.back), part.across))
+            first, ordered = first + len(own), ordered + number
+        return tuple(arriving), TokensOfNodes(parts)
 
-    def _counts(self, order: Order, chosen: Tensor) -> Counts:
+    def _counts(self, order: Order, chosen: Tensor, sizes: list[int]) -> list[Counts]:
         """Each node is told how many tokens come and how many copies are for which of its experts; with that its ranks
-        tell each other what they will pass on.
+        tell each other what they will pass on. Of each part.
         """
+        nodes, ranks, experts = self.split.nodes, self.split.ranks, self.split.experts.count
         leaving = torch.diff(order.ends.long(), prepend=order.ends.new_zeros(1, dtype=torch.int64))
-        copies = chosen.new_zeros(self.split.experts.count)
-        copies.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-        going = torch.cat([leaving[:, None], copies.view(self.split.nodes, -1)], 1)
-        coming = torch.empty_like(going)
-        dist.all_to_all_single(coming, going, group=self.across)
-        onward = coming[:, 1:].sum(0).view(self.split.ranks, -1)
-        here = self.inside.told(onward) if self.split.ranks > 1 else onward
-        parts = leaving, coming[:, 0], onward.sum(-1), here.sum(-1)
-        sent, received, passed, arriving = counts_on_host(
-            torch.cat(parts), [len(part) for part in parts], self.split, chosen.shape
-        )
-        return Counts(sent, received, passed, arriving, here)
+        part = _part_of_each(len(chosen), chosen.device)
+        copies = chosen.new_zeros(PARTS * experts)
+        copies.scatter_add_(0, (chosen + part * experts).flatten(), torch.ones_like(chosen).flatten())
+        # To each node, of each part.
+        going = torch.cat([leaving.view(PARTS, nodes, 1), copies.view(PARTS, nodes, -1)], 2).transpose(0, 1)
+        coming = torch.empty(going.shape, dtype=going.dtype, device=going.device)
+        dist.all_to_all_single(coming, going.contiguous(), group=self.across)
+        # To each rank of this node, of each part.
+        onward = coming[:, :, 1:].sum(0).view(PARTS, ranks, -1).transpose(0, 1).contiguous()
+        here = self.inside.told(onward) if ranks > 1 else onward
+        numbers = leaving.view(PARTS, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
+        lengths = [each.shape[1] for each in numbers]
+        read = counts_on_host(torch.cat(numbers, 1), lengths, self.split, sizes, chosen.shape[1])
+        return [Counts(*each, here[:, number]) for number, each in enumerate(read)]
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return self.inside.features.incoming(mixed)
+
+
+def _part_of_each(tokens: int, device: torch.device) -> Tensor:
+    """[tokens, 1]"""
+    return (torch.arange(tokens, device=device) >= part_sizes(tokens)[0]).long()[:, None]
 
 
 class Counts(NamedTuple):
@@ -89,52 +111,97 @@ class Counts(NamedTuple):
     by_expert: Tensor  # int64 [ranks, experts of a rank]: copies from each rank for each expert here
 
 
-def counts_on_host(counts: Tensor, lengths: list[int], split: Split, chosen: torch.Size) -> list[list[int]]:
-    """Several divisions of rows, one after the other, as ``models.grouped_product.on_host`` reads them.
+def counts_on_host(
+    counts: Tensor, lengths: list[int], split: Split, sizes: list[int], active: int
+) -> list[list[list[int]]]:
+    """Of each part several divisions of rows, one after the other, as ``models.grouped_product.on_host`` reads them.
 
-    ``chosen``: tokens and experts of each. A dry run makes them up (``prove/balanced_routing.py``).
+    ``sizes``: tokens of each part, of so many experts each. A dry run makes them up (``prove/balanced_routing.py``).
     """
-    numbers = iter(counts.tolist())
-    return [[next(numbers) for _ in range(length)] for length in lengths]
+    return [list(map(list, _cut(numbers, lengths))) for numbers in counts.tolist()]
+
+
+def _cut(numbers: list[int], lengths: list[int]) -> list[list[int]]:
+    rest = iter(numbers)
+    return [[next(rest) for _ in range(length)] for length in lengths]
 
 
 class TokensOfNodes:
     """Tokens on their way to the nodes of their experts."""
 
-    def __init__(self, dispatch: NodeDispatch, exchange: TokenExchange, counts: Counts, active: int) -> None:
-        self.dispatch, self.exchange, self.counts, self.active = dispatch, exchange, counts, active
+    def __init__(self, parts: list[PartOfTokens]) -> None:
+        self.parts = parts
 
-    def mixed(self, arriving: Tensor, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
-        made = self._of_this_node(arriving, compute)
-        del arriving
-        exchange = TokenExchange(self.exchange.received, self.exchange.sent, self.exchange.group)
-        leaving = depart(made, exchange)
-        del made
-        sums = order.first(sum(self.exchange.sent))
-        added: Tensor = Collect.apply(arrive(leaving, exchange), self.active, sums.place, sums.back)
-        return added
+    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+        """One stretch of the way after the other, each of all parts: while one part travels the next is worked on.
 
-    def _of_this_node(self, arriving: Tensor, compute: Compute) -> Tensor:
-        """What this node's experts made of each token that has come, added up."""
-        dispatch, counts, active = self.dispatch, self.counts, self.active
-        rows = arrive(arriving, self.exchange)
+        Autograd goes through it in reverse, and so does with gradients what this does with tokens.
+        """
+        under_way = list(arriving)
         del arriving
-        # Where none of the node's: behind all that are.
-        each = dispatch.split.experts_each
-        kind = AS_WIDE[rows.element_size()]
-        numbers = rows.detach()[:, -active:].contiguous().view(kind).long() - dispatch.node * each
-        elsewhere = (numbers < 0) | (numbers >= each)
-        order = by_expert(numbers.masked_fill_(elsewhere, each).flatten(), each).first(sum(counts.onward))
-        copies, weights = _Open.apply(rows, active, order.place, order.back)
-        del rows
+        for number, part in enumerate(self.parts):
+            under_way[number] = part.passed_on(under_way[number])
+        for number, part in enumerate(self.parts):
+            under_way[number] = part.computed(under_way[number], compute)
+        for number, part in enumerate(self.parts):
+            under_way[number] = part.sent_home(under_way[number], mix)
+        for number, part in enumerate(self.parts):
+            under_way[number] = part.collected(under_way[number])
+        return torch.cat(under_way)
+
+
+class PartOfTokens:
+    """Some of a rank's tokens, and what it passes on of those that come meanwhile."""
+
+    def __init__(self, dispatch: NodeDispatch, counts: Counts, order: Order, active: int) -> None:
+        """``order``: of own tokens, by node."""
+        self.dispatch, self.counts, self.order, self.active = dispatch, counts, order, active
+        self.across = TokenExchange(counts.sent, counts.received, dispatch.across)
+        self.home = TokenExchange(counts.received, counts.sent, dispatch.across)
         inside = dispatch.inside
-        if dispatch.split.ranks == 1:
-            return mix(inside.features.computed(compute, copies, order.ends), weights, order)
-        exchange = TokenExchange(counts.onward, counts.here, inside.group)
-        sent = SentTokens(inside, exchange, counts.by_expert)
-        leaving = depart(copies, exchange)
-        del copies
-        return sent.mixed(leaving, compute, weights, order, mix)
+        onward = TokenExchange(counts.onward, counts.here, inside.group)
+        self.inside = SentTokens(inside, onward, counts.by_expert)
+
+    def passed_on(self, arriving: Tensor) -> Tensor:
+        """A copy of what has come for each expert of this node, on its way there."""
+        rows = arrive(arriving, self.across)
+        # Where none of the node's: behind all that are.
+        each, active = self.dispatch.split.experts_each, self.active
+        kind = AS_WIDE[rows.element_size()]
+        numbers = rows.detach()[:, -active:].contiguous().view(kind).long() - self.dispatch.node * each
+        elsewhere = (numbers < 0) | (numbers >= each)
+        order = by_expert(numbers.masked_fill_(elsewhere, each).flatten(), each).first(
+            sum(self.counts.onward)
+        )
+        self.here = order
+        copies, self.weights = _Open.apply(rows, active, order.place, order.back)
+        return copies if self._alone else depart(copies, self.inside.exchange)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank is all of its node."""
+        return self.dispatch.split.ranks == 1
+
+    def computed(self, copies: Tensor, compute: Compute) -> Tensor:
+        """What this rank's experts made of what was passed on to them, on its way back."""
+        if self._alone:
+            return self.dispatch.inside.features.computed(compute, copies, self.here.ends)
+        return self.inside.computed(copies, compute)
+
+    def sent_home(self, returning: Tensor, mix: Mix) -> Tensor:
+        """What this node's experts made of each token that has come, added up, on its way to where that came from."""
+        made = self._of_this_node(returning, mix)
+        return depart(made, self.home)
+
+    def _of_this_node(self, returning: Tensor, mix: Mix) -> Tensor:
+        results = returning if self._alone else self.inside.results(returning)
+        return mix(results, self.weights, self.here)
+
+    def collected(self, returning: Tensor) -> Tensor:
+        """The sum over nodes, of own tokens."""
+        order = self.order
+        added: Tensor = Collect.apply(arrive(returning, self.home), self.active, order.place, order.back)
+        return added
 
 
 class _Open(torch.autograd.Function):

@@ -251,6 +251,8 @@ class FullyShard:
         self.landing.end()
 
     def finish_step(self) -> None:
+        if self.ahead is not None:
+            self.ahead.drop()  # read before the update
         for piece in self.pieces:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:

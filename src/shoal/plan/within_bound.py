@@ -74,7 +74,11 @@ class WithinBound:
         """Of all layers with experts; ``part``: a rank's share of one."""
         sp, _, ep, micro = share
         # What it may hide behind.
-        beside = self.on.layer(part) if self.asked.stack.expert_overlap else self.on.shared_experts(part)
+        beside: tuple[float, ...] = self.on.shared_experts(part)
+        if part.expert_parts > 1:
+            beside += self.on.routed_experts(part)
+        if self.asked.stack.expert_overlap:
+            beside = self.on.layer(part)
         key = split.tp, split.cp, sp, ep, micro, *_passes(recompute, compiled), beside
         known = self._experts.get(key)
         if known is None:

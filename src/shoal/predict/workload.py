@@ -13,7 +13,7 @@ from shoal.facts.compilation import compilation
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.expert_load import crossing
 from shoal.facts.layout import Layout
-from shoal.facts.layout.expert_nodes import ExpertNodes, expert_nodes
+from shoal.facts.layout.expert_nodes import ExpertNodes, expert_nodes, part_sizes, parts_over
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import ParameterGroup, RankGroup, communicators, parameter_groups
 from shoal.facts.model import Model
@@ -95,8 +95,24 @@ class Workload:
     @cached_property
     def crossing(self) -> int:
         """Tokens of a micro-batch that leave for nodes of their experts, and as many that come; 0: all are on one."""
+        return sum(count * self.crossing_of(tokens) for tokens, count in self.token_parts)
+
+    def crossing_of(self, tokens: int) -> int:
         nodes = self.expert_nodes.across.size
-        return crossing(self.model.experts, self.tokens, nodes) if self.model.experts and nodes > 1 else 0
+        return crossing(self.model.experts, tokens, nodes) if self.model.experts and nodes > 1 else 0
+
+    @property
+    def expert_parts(self) -> int:
+        """In how many parts a micro-batch's tokens travel to their experts."""
+        return 1 if self.stack.passes_on else parts_over(self.expert_nodes)
+
+    @cached_property
+    def token_parts(self) -> list[tuple[int, int]]:
+        """Of how many tokens each of these parts is, and how many such parts there are."""
+        if self.expert_parts == 1:
+            return [(self.tokens, 1)]
+        sizes = part_sizes(self.tokens)
+        return [(size, sizes.count(size)) for size in dict.fromkeys(sizes)]
 
     @cached_property
     def _communicators(self) -> dict[str, RankGroup]:

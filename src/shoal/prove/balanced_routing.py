@@ -32,11 +32,15 @@ def evenly(counts: Tensor, rows: int) -> list[list[int]]:
     return [_divided(rows, parts)] * ways
 
 
-def evenly_by_node(counts: Tensor, lengths: list[int], split: Split, chosen: torch.Size) -> list[list[int]]:
+def evenly_by_node(
+    counts: Tensor, lengths: list[int], split: Split, sizes: list[int], active: int
+) -> list[list[list[int]]]:
     """As ``dispatch_by_node.counts_on_host``."""
-    tokens, active = chosen
-    rows = crossing(split.experts, tokens, split.nodes), tokens * active
-    return [_divided(rows[number // 2], parts) for number, parts in enumerate(lengths)]
+    found = []
+    for tokens in sizes:
+        rows = crossing(split.experts, tokens, split.nodes), tokens * active
+        found.append([_divided(rows[number // 2], parts) for number, parts in enumerate(lengths)])
+    return found
 
 
 def _divided(rows: int, parts: int) -> list[int]:

@@ -16,6 +16,16 @@ from shoal.facts.model import Experts
 # What the ranks are called that send each other tokens: all; those of the same place in every node; those of one node.
 EXCHANGES = ("ep", "ep across", "ep inside")
 
+# In so many parts a rank's tokens travel to other nodes, so that one part crosses between nodes while the other is
+# passed on inside them or computed. More parts would leave less of their way uncovered, and experts fewer tokens at a
+# time, of which each product of a GPU is slower.
+PARTS = 2
+
+
+def part_sizes(tokens: int) -> list[int]:
+    """Of each part of a rank's tokens, in order."""
+    return [(tokens + PARTS - 1 - number) // PARTS for number in range(PARTS)]
+
 
 class ExpertNodes(NamedTuple):
     """``across``: the ranks of the same place in every node; ``inside``: those of one. One of them may be alone."""
@@ -50,3 +60,8 @@ def expert_nodes(layout: Layout, domain: int | None, active: int) -> ExpertNodes
     if near == 1:
         return ExpertNodes(whole, RankGroup("ep inside", 1, tp))
     return ExpertNodes(RankGroup("ep across", layout.ep // near, near * tp), RankGroup("ep inside", near, tp))
+
+
+def parts_over(nodes: ExpertNodes) -> int:
+    """In how many parts a rank's tokens travel."""
+    return PARTS if nodes.across.size > 1 else 1

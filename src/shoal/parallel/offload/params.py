@@ -116,12 +116,23 @@ class UnitFromHome(NamedTuple):
 
 def read_ahead(units: Sequence[UnitFromHome], staged: StagedFiles) -> RowsAhead:
     """From now on rows of blocks that rest in files are read before FSDP asks for them. ``units``: in forward order."""
-    blocks = [([one for one in unit.rows if block_of(one.label) is not None], unit.again) for unit in units]
-    filed = [UnitOfRows([one.file for one in rows if one.file is not None], again) for rows, again in blocks]
+    filed: list[UnitOfRows] = []
+    within: set[int | None] = set()  # the blocks of the last of these
+    resting: list[GatheredFromHome] = []
+    for unit in units:
+        rows = [one for one in unit.rows if one.file is not None and block_of(one.label) is not None]
+        files = [one.file for one in rows if one.file is not None]
+        again = files if unit.again else []
+        blocks = {block_of(one.label) for one in rows}
+        if filed and blocks <= within:  # experts, which FSDP asks for with the rest of their blocks
+            filed[-1] = UnitOfRows([*filed[-1].files, *files], [*filed[-1].again, *again])
+        else:
+            filed.append(UnitOfRows(files, again))
+            within = blocks
+        resting += rows
     ahead = RowsAhead(filed, staged)
-    for rows, _ in blocks:
-        for one in rows:
-            one.ahead = ahead
+    for one in resting:
+        one.ahead = ahead
     return ahead
 
 

@@ -25,10 +25,10 @@ from shoal.parallel.shards import WeightFile
 
 
 class UnitOfRows(NamedTuple):
-    """What FSDP gathers at once, as far as it rests in files here."""
+    """What FSDP asks for together, as far as it rests in files here; in the order that it asks for them."""
 
-    files: Sequence[WeightFile]  # in the order that it asks for them
-    again: bool  # in the backward pass too
+    files: Sequence[WeightFile]
+    again: Sequence[WeightFile]  # those of them that it asks for in the backward pass too
 
 
 class ComingRows(NamedTuple):
@@ -44,11 +44,15 @@ class RowsAhead:
         """``units``: of blocks, in forward order."""
         self._files, self._memory = staged.files, staged.memory
         self.coming: dict[WeightFile, ComingRows] = {}
-        there = [unit for unit in units if unit.files]
-        back = [unit for unit in reversed(there) if unit.again]
+        there = [unit.files for unit in units if unit.files]
+        back = [unit.again for unit in reversed(units)]
+        if len(units) > 1 and 0 < len(units[-1].again) < len(units[-1].files):
+            # The last unit is there but for its experts: FSDP asks for the unit before it, then for these.
+            back[:2] = [[*back[1], *back[0]]]
+        back = [files for files in back if files]
         # By the last that is asked for of a unit: what comes next.
         self._forward, self._backward = _following(there), _following(back)
-        self._turn = {there[-1].files[-1]: back[0]} if there and back else {}
+        self._turn = {there[-1][-1]: back[0]} if there and back else {}
         self._turns = False  # whether a backward pass comes
 
     def watch(self, root: nn.Module) -> None:
@@ -84,8 +88,8 @@ class RowsAhead:
             coming.moving.result()
             self._memory.give_back(coming.buffer)
 
-    def _start(self, unit: UnitOfRows) -> None:
-        for file in unit.files:
+    def _start(self, files: Sequence[WeightFile]) -> None:
+        for file in files:
             size = file.stands.numel() * file.stands.element_size()
             if file in self.coming or not size:
                 continue
@@ -95,5 +99,5 @@ class RowsAhead:
             self.coming[file] = ComingRows(buffer, values, file.start_read(values, free))
 
 
-def _following(units: Sequence[UnitOfRows]) -> dict[WeightFile, UnitOfRows]:
-    return {unit.files[-1]: following for unit, following in pairwise(units)}
+def _following(units: Sequence[Sequence[WeightFile]]) -> dict[WeightFile, Sequence[WeightFile]]:
+    return {files[-1]: following for files, following in pairwise(units)}

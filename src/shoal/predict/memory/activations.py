@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
 from shoal.facts.layout.buckets import even_share
+from shoal.facts.layout.expert_nodes import PARTS
 from shoal.facts.model import Experts, Model
 from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
@@ -325,7 +326,8 @@ def in_mixing(
     read = work.compute * model.hidden * work.tokens
     before = kept + stream
     if routed.sent < routed.whole:
-        return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole)
+        parts = PARTS if work.nodes > 1 else 1
+        return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole / parts)
     return before + gathered + (2 * routed.sent if routed.returned else routed.whole) + routed.crossed
 
 
@@ -341,7 +343,8 @@ def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWor
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
-    return kept + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent + routed.crossed
+    parts = PARTS if work.nodes > 1 else 1
+    return kept + of_shared + gathered + 3 * stream + 2 * routed.whole / parts + routed.sent + routed.crossed
 
 
 def _working(
@@ -364,8 +367,11 @@ def _working(
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
     if routed.inner:
         entering = ways_in * inner
+    entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
+    if routed.whole and work.nodes > 1:
+        # Its weights' gradient of the last part of the tokens; that of the part before waits, and is added to it.
+        entered = entered._replace(bytes=entered.bytes - entering / PARTS, waiting=ways_in)
     later = (
-        held - mlp + stream + entering + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # The norm behind attention. The stream has a gradient of its own.
@@ -390,7 +396,7 @@ def _working(
         activation = BlockPeak(held - routed.returned + stream + routed.whole + 4 * routed.inner, 0)
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    found = activation, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    found = activation, entered, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
     if not model.output_norms:
         return found
     return BlockPeak(held + norm_backward(model, work) + stream, 0), *found

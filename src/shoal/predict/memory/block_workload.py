@@ -16,6 +16,7 @@ class BlockPeak(NamedTuple):
     bytes: float  # beyond what rests; a repeated forward pass included
     made: float | None  # how many of the MLP's weights' gradients are there by then; None: all of the block's
     exchange: float = 0.0  # in buffers: what other context ranks send and are sent
+    waiting: int = 0  # how many of the MLP's weights' gradients wait for those of other tokens
 
 
 class BlockActivations(NamedTuple):

@@ -80,6 +80,13 @@ class RankGradients:
         whole = run.block.whole if count is None else round(count * self.down[run.experts])
         return min(whole, run.block.trained) if run.frozen else whole
 
+    def added_up_by_part(self, run: BlockRun, count: int) -> float:
+        """Bytes of experts' gradients of some tokens, which wait for those of the others, and of these as the product
+        gives them.
+        """
+        waiting = self.width if self.rank.lone_experts else self.handed_on
+        return (waiting + self.hold.compute) * self.made(run, count) if count else 0.0
+
     def in_other_streams(self, grads: float) -> float:
         """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""
         return 0.0

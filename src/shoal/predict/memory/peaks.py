@@ -265,7 +265,7 @@ class BackwardPass:
         if moment.split and self.work.recompute == "selective" and not self.work.fp8:
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
-        for size, count, exchange in block.working:
+        for size, count, exchange, waiting in block.working:
             # By then some projections are done, unless their weights' gradients are put off.
             made = gradients.made(run, count)
             used = made * hold.compute if self.rank.casts else 0
@@ -273,7 +273,11 @@ class BackwardPass:
                 name,
                 grads=gradients.held(moment, done, made),
                 activations=size + (put_off if count != 0 else 0.0),
-                buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
+                buffers=buffers
+                + exchange
+                + gradients.added_up_by_part(run, waiting)
+                - used
+                + gradients.in_block(moment, run, done, count),
             )
         yield from gradients.after_experts(moment, run, done, block, left)
         end = left.plus(name, activations=stream - back - self._freed(run, done, 1))

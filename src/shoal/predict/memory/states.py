@@ -21,6 +21,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory.inventory import RankInventory
+from shoal.predict.rank_parameters import ParameterCount
 from shoal.predict.memory.update import own_states
 from shoal.predict.offload_cut import largest_piece
 
@@ -35,7 +36,7 @@ class Resting:
 
 def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
-    size = _weights(rank) + _frozen(rank)
+    size = _weights(rank) + _frozen(rank, rank.total)
     if rank.workload.lora is None:  # else they rest as they are used, as all that is frozen
         size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
     return Resting(size * (1 - rank.offloaded("params")))
@@ -69,7 +70,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         returning = away if through_ring else 0.0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed, returning)
     if params is not None:
-        weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
+        weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank, rank.total))
         host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
         if params.nvme and optimizer is not None and not optimizer.nvme:
             host += staged_bytes(adds_up=False)  # of weights alone
@@ -80,22 +81,25 @@ def elsewhere(rank: RankInventory) -> OffDevice:
 
 def _rows_ahead(rank: RankInventory) -> float:
     """One unit's rows of blocks, read before FSDP asks for them. Those of experts that are whole are fetched."""
-    layout, found = rank.workload.layout, 0.0
+    layout, found, lora = rank.workload.layout, 0.0, rank.workload.lora
+    apart = rank.hold.weight
+    if lora is not None:
+        apart = rank.workload.gathered_width if lora.base == "nf4" else rank.hold.frozen
     for run in (run for stage in rank.stages for run in stage.runs):
-        here = run.block.trained_share - (rank.whole_experts if run.experts else 0)
-        found = max(found, here * min(layout.unit, run.layers))
-    return rank.hold.weight * found
+        block = rank.hold.weight * run.block.trained_share + _frozen(rank, run.block)
+        block -= apart * rank.whole_experts if run.experts else 0
+        found = max(found, block * min(layout.unit, run.layers))
+    return found
 
 
 def _weights(rank: RankInventory) -> float:
     return rank.hold.weight * (rank.total.trained_share if rank.sharded else rank.total.trained)
 
 
-def _frozen(rank: RankInventory) -> float:
-    """Of LoRA's base all; of what groups freeze the rest of what is held."""
+def _frozen(rank: RankInventory, total: ParameterCount) -> float:
+    """Of LoRA's base all; of what groups freeze the rest of what is held. ``total``: of all of it, or of a block."""
     if rank.workload.lora is None and not rank.workload.recipe.freezes:
         return 0.0
-    total = rank.total
     count = total.share if rank.sharded else total.whole
     if rank.workload.lora is None:
         count -= total.trained_share if rank.sharded else total.trained

@@ -111,6 +111,11 @@ class CostModel:
         forward, backward = layers.shared_experts(self.model, self.kernels, share)
         return forward / self.faster, backward / self.faster
 
+    def routed_experts(self, share: LayerShare) -> tuple[float, float]:
+        """As ``shared_experts``, of those that tokens are sent to."""
+        forward, backward = layers.routed_experts(self.model, self.kernels, share)
+        return forward / self.faster, backward / self.faster
+
     @property
     def fastest(self) -> float:
         """FLOP/s that no product exceeds."""

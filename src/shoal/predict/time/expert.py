@@ -3,11 +3,11 @@
 All-to-alls end when the busiest rank has received its tokens (``facts/expert_load.py``). Where every token also uses a
 shared expert, that one's products are computed meanwhile, forward and backward.
 
-Where experts are on several nodes, a token crosses to each once and is passed on inside it: the one exchange waits for
-the other, each over its own links, unless what has come is passed on at once (``Stack.passes_on``). How many nodes a
-token reaches is what even routing comes to, within the groups that the router limits it to. Other stacks send each copy
-to its rank, over the slow links (``Stack.sends_once``). Some compute one micro-batch while the tokens of another travel
-(``Stack.expert_overlap``).
+Where experts are on several nodes, a token crosses to each once and is passed on inside it, in parts: one part is on
+its way inside or computed while the next one crosses (``_by_part``). How many nodes a token reaches is what even
+routing comes to, within the groups that the router limits it to. Other stacks send each copy to its rank, over the
+slow links (``Stack.sends_once``); pass on at once what has come (``Stack.passes_on``); or compute one micro-batch while
+the tokens of another travel (``Stack.expert_overlap``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ def waits(
             spent[call.phase] = spent.get(call.phase, 0.0) + each * call.count / workload.accumulation
     if on.stack.passes_on:
         found = dict([max(found.items(), key=lambda one: sum(one[1].values()))])
-    totals: dict[Phase, float] = {}
-    for spent in found.values():
-        for phase, seconds in spent.items():
-            totals[phase] = totals.get(phase, 0.0) + seconds
-    left = _left(totals, on, here, share)
+    left = _left(found, on, here, share)
     return {
         group: {phase: seconds * left[phase] for phase, seconds in spent.items()}
         for group, spent in found.items()
@@ -50,18 +46,53 @@ def waits(
 
 
 def _left(
-    totals: dict[Phase, float], on: CostModel, here: RankParameters, share: LayerShare
+    found: dict[str, dict[Phase, float]], on: CostModel, here: RankParameters, share: LayerShare
 ) -> dict[Phase, float]:
     """Of each pass's exchanges, the part that nothing hides."""
-    layer, total = on.layer(share), sum(totals.values())
+    totals: dict[Phase, float] = {}
+    for spent in found.values():
+        for phase, seconds in spent.items():
+            totals[phase] = totals.get(phase, 0.0) + seconds
+    total = sum(totals.values())
     if on.stack.expert_overlap and total:
+        layer = on.layer(share)
         hidden = on.stack.expert_overlap * min(total, here.sparse * (layer.forward + layer.backward))
         return dict.fromkeys(totals, 1 - hidden / total)
-    forward, backward = on.shared_experts(share)
-    return {
-        phase: 1
-        - on.stack.overlap * min(1.0, here.sparse * (backward if phase == "backward" else forward) / seconds)
-        if seconds
-        else 1.0
-        for phase, seconds in totals.items()
-    }
+    shared, routed = on.shared_experts(share), on.routed_experts(share)
+    left: dict[Phase, float] = {}
+    for phase, seconds in totals.items():
+        beside, experts = (here.sparse * work[phase == "backward"] for work in (shared, routed))
+        hidden = min(seconds, beside)
+        if share.expert_parts > 1:
+            across, inside = (found.get(group, {}).get(phase, 0.0) for group in EXCHANGES[1:])
+            hidden = seconds - _by_part(across, inside, experts, beside, share.expert_parts)
+        left[phase] = 1 - on.stack.overlap * hidden / seconds if seconds else 1.0
+    return left
+
+
+def _by_part(across: float, inside: float, experts: float, shared: float, parts: int) -> float:
+    """Seconds that a pass waits for its exchanges, there and back, where tokens travel in so many parts.
+
+    Each link, and the device, has one part at a time, in order. The backward pass is this one in reverse, and takes as
+    long.
+    """
+    over, near, work = across / 2 / parts, inside / 2 / parts, experts / parts
+    every = range(parts)
+    # When each part has come to the node; to its experts, once the device has passed it on; is computed.
+    come = [over * (part + 1) for part in every]
+    ready = shared  # what the device computes first
+    passed, free = [], 0.0
+    for part in every:
+        ready = max(ready, come[part])
+        free = max(ready, free) + near
+        passed.append(free)
+    computed = []
+    for part in every:
+        ready = max(ready, passed[part]) + work
+        computed.append(ready)
+    home = come[-1]
+    for part in every:
+        free = max(computed[part], free) + near
+        ready = max(ready, free)  # no part's results are added up before all are computed
+        home = max(ready, home) + over
+    return home - experts - shared

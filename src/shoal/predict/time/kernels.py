@@ -28,6 +28,7 @@ class LayerProduct(NamedTuple):
     times: int
     groups: int = 1
     routed: bool = False  # whether its matrices are those of experts that some tokens are sent to
+    parts: int = 1  # of the tokens, each of so many rows and with kernels of its own
 
     @property
     def parameters(self) -> int:
@@ -66,7 +67,7 @@ class Kernels:
     def ways(self, shape: LayerProduct, compiled: bool = False) -> tuple[float, float, float]:
         """Seconds forward, of the inputs' gradients and of the weights'."""
         rows, inner, columns, groups = shape.rows, shape.inner, shape.columns, shape.groups
-        times = shape.times * self.slowed(compiled)
+        times = shape.times * shape.parts * self.slowed(compiled)
         if groups == 1:
             forward = self.product(rows, inner, columns)
             back = self.product(rows, columns, inner, "input")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.expert_load import busiest
-from shoal.facts.model import Model
+from shoal.facts.model import Experts, Model
 from shoal.facts.precision import compute_width, reduce_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
@@ -128,11 +128,12 @@ class LayerShare(NamedTuple):
     turns: int = 1  # of ring attention
     unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
     adapted: tuple[str, ...] = ()  # projections with adapters, by their last names
+    expert_parts: int = 1  # in which experts compute its tokens
 
     @property
     def of_products(self) -> tuple[object, ...]:
         """All that its products depend on."""
-        return "products", self.tokens, self.tp, self.ep, self.experts
+        return "products", self.tokens, self.tp, self.ep, self.experts, self.expert_parts
 
     @property
     def of_elements(self) -> tuple[object, ...]:
@@ -174,11 +175,20 @@ def products(model: Model, share: LayerShare, joined: bool = False) -> list[Laye
     found.append(LayerProduct(tokens, hidden, experts.count, 1))
     if experts.shared:
         found += _mlp(model, tokens, experts.shared_ffn // tp, 1)
-    # What the busiest rank is sent, spread over the experts it has.
-    here = experts.count // share.ep
-    rows = max(1, int(tokens * experts.active * busiest(share.ep)) // here)
-    routed = _mlp(model, rows, max(1, experts.ffn // tp), here)
-    return found + [one._replace(routed=True) for one in routed]
+    return found + routed_products(model, experts, share)
+
+
+def routed_products(model: Model, experts: Experts, share: LayerShare) -> list[LayerProduct]:
+    """What the busiest rank is sent, spread over the experts it has."""
+    here, parts = experts.count // share.ep, share.expert_parts
+    rows = max(1, int(share.tokens * experts.active * busiest(share.ep)) // (here * parts))
+    found = _mlp(model, rows, max(1, experts.ffn // share.tp), here)
+    return [one._replace(routed=True, parts=parts) for one in found]
+
+
+def added_by_part(share: LayerShare, width: int) -> float:
+    """Bytes that move for every parameter of experts as gradients of one part of the tokens are added to another's."""
+    return 0.0 if share.adapted else 3.0 * width * (share.expert_parts - 1)
 
 
 def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
@@ -194,12 +204,23 @@ def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
 
 def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
     """Forward and backward, of the products alone."""
-    forward = backward = 0.0
+    found = []
     if model.experts is not None and model.experts.shared:
-        width = model.experts.shared_ffn // share.tp
-        for one in _mlp(model, share.tokens, width, 1):
-            ahead, inputs, weights = kernels.ways(one, share.compiled)
-            forward, backward = forward + ahead, backward + inputs + weights
+        found = _mlp(model, share.tokens, model.experts.shared_ffn // share.tp, 1)
+    return _both_passes(kernels, share, found)
+
+
+def routed_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+    """As ``shared_experts``."""
+    found = [] if model.experts is None else routed_products(model, model.experts, share)
+    return _both_passes(kernels, share, found)
+
+
+def _both_passes(kernels: Kernels, share: LayerShare, found: Iterable[LayerProduct]) -> tuple[float, float]:
+    forward = backward = 0.0
+    for one in found:
+        ahead, inputs, weights = kernels.ways(one, share.compiled)
+        forward, backward = forward + ahead, backward + inputs + weights
     return forward, backward
 
 
@@ -256,6 +277,7 @@ def layer(
     attend, attend_back = attended
     pointwise = elementwise.forward
     own, experts = share.held
+    by_part = added_by_part(share, kernels.width)
     again = attend
     if not share.compiled:  # which makes elementwise results anew where it reads them
         again = {
@@ -268,7 +290,7 @@ def layer(
     return Seconds(
         whole,
         inputs + attend_back + elementwise.backward,
-        weights + kernels.moved(dense * own.backward + routed * experts.backward),
+        weights + kernels.moved(dense * own.backward + routed * (experts.backward + by_part)),
         again,
         whole,
     )

@@ -16,10 +16,12 @@ from shoal.predict.time.kernels import LayerProduct
 from shoal.predict.time.layer import (
     FREE,
     NONE,
+    Handling,
     LayerShare,
     Passes,
     Rests,
     Seconds,
+    added_by_part,
     capped_attention,
     head_widths,
     kept,
@@ -62,7 +64,9 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     seconds = [kernels.ways(one, share.compiled) for one in found]
     forward, inputs, weights = (sum(way) for way in zip(*seconds, strict=True))
     last, count = seconds[-1][0], sum(one.times for one in found)
-    held = moved_beside(found, share.held)
+    dense, experts = share.held
+    by_part = added_by_part(share, kernels.widths.compute)
+    held = moved_beside(found, Handling(dense, experts._replace(backward=experts.backward + by_part)))
     attend, attend_back = attention(model, kernels, share)
     block = compiled_block if share.compiled else operators.block
     moved = block(model, tokens_of(model, share), _at_use(kernels, share.held.dense))

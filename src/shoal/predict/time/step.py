@@ -257,6 +257,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
         _turns(layout),
         workload.lora is not None and workload.lora.base == "nf4",
         () if workload.lora is None else tuple(workload.lora.targets),
+        workload.expert_parts if experts else 1,
     )
 
 

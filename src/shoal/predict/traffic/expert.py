@@ -7,10 +7,11 @@ every micro-batch:
     ep > 1           all-to-all over ``ep`` of how many tokens come from whom         8 · experts
                      and of tokens to their experts, and of the results back          t · active · hidden / tp · c each
                      on n nodes, of which a token reaches r in the mean (``facts/expert_load.py``), over ``ep across``
-                     of numbers, tokens and results                                   8 · (experts + n),
+                     of numbers, tokens and results                                   2 · 8 · (experts + n),
                                                                        r · t · (hidden / tp + 2 · active) · c, and
                                                                                       r · t · hidden / tp · c
-                     and over ``ep inside`` as over ``ep``, of the node's experts     8 · experts / n, the same twice
+                     and over ``ep inside`` as over ``ep``, of the node's experts     2 · 8 · experts / n, the same twice;
+                     tokens and results in two parts (``facts/layout/expert_nodes.PARTS``)
     and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
                      experts made of it
     tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
@@ -79,17 +80,15 @@ def _again(part: _Part, phase: Phase) -> _Part:
     return (*part[:4], phase)
 
 
-def _sizes(workload: Workload) -> tuple[int, int]:
-    """Of all copies of a micro-batch's tokens, and of their weights."""
-    assert workload.model.experts is not None
-    compute, copies = compute_width(workload.recipe), workload.tokens * workload.model.experts.active
-    return copies * workload.model.hidden * compute, copies * max(4, compute)
+def _weights(workload: Workload, experts: Experts) -> int:
+    """Of all copies of a micro-batch's tokens."""
+    return workload.tokens * experts.active * max(4, compute_width(workload.recipe))
 
 
 def _forward(workload: Workload) -> Iterator[_Part]:
     layout, experts = workload.layout, workload.model.experts
     assert experts is not None
-    copies, weights = _sizes(workload)
+    weights = _weights(workload, experts)
     if workload.recipe.router_aux:
         counts = workload.micro * experts.count * max(4, compute_width(workload.recipe))
         for axis in ("tp" if layout.sp else "", "cp"):
@@ -101,44 +100,43 @@ def _forward(workload: Workload) -> Iterator[_Part]:
     if layout.ep > 1:
         yield from _counts(workload, experts)
         yield from _travelling(workload, experts, "forward")
-        if layout.tp > 1:
-            yield "all_gather", "tp", copies, 1, "forward"
-            yield "reduce_scatter", "tp", copies, 1, "forward"
 
 
 def _counts(workload: Workload, experts: Experts) -> Iterator[_Part]:
     """How many tokens come."""
     across, inside = workload.expert_nodes
-    nodes = across.size
+    nodes, parts = across.size, workload.expert_parts
     if nodes > 1:
-        yield "all_to_all", across.name, 8 * (experts.count + nodes), 1, "forward"
+        yield "all_to_all", across.name, parts * 8 * (experts.count + nodes), 1, "forward"
     if inside.size > 1:
-        yield "all_to_all", inside.name, 8 * experts.count // nodes, 1, "forward"
+        yield "all_to_all", inside.name, parts * 8 * experts.count // nodes, 1, "forward"
 
 
 def _travelling(workload: Workload, experts: Experts, phase: Phase) -> Iterator[_Part]:
     """Tokens, and what experts made of them; or the gradients of both."""
     (across, inside), tp = workload.expert_nodes, workload.layout.tp
-    compute = compute_width(workload.recipe)
-    if across.size > 1:
-        rows, width = workload.crossing, workload.model.hidden // tp
-        yield "all_to_all", across.name, rows * (width + 2 * experts.active) * compute, 1, phase
-        yield "all_to_all", across.name, rows * width * compute, 1, phase
-    if inside.size > 1:
-        yield "all_to_all", inside.name, _sizes(workload)[0] // tp, 2, phase
+    compute, hidden = compute_width(workload.recipe), workload.model.hidden
+    for tokens, count in workload.token_parts:
+        copies = tokens * experts.active * hidden * compute
+        if across.size > 1:
+            rows, width = workload.crossing_of(tokens), hidden // tp
+            yield "all_to_all", across.name, rows * (width + 2 * experts.active) * compute, count, phase
+            yield "all_to_all", across.name, rows * width * compute, count, phase
+        if inside.size > 1:
+            yield "all_to_all", inside.name, copies // tp, 2 * count, phase
+        if tp > 1:
+            yield "all_gather", "tp", copies, count, phase
+            yield "reduce_scatter", "tp", copies, count, phase
 
 
 def _backward(workload: Workload) -> Iterator[_Part]:
-    layout = workload.layout
-    copies, weights = _sizes(workload)
+    layout, experts = workload.layout, workload.model.experts
+    assert experts is not None
     if layout.tp > 1:
-        yield "reduce_scatter" if layout.sp else "all_reduce", "tp", weights, 1, "backward"
+        op = "reduce_scatter" if layout.sp else "all_reduce"
+        yield op, "tp", _weights(workload, experts), 1, "backward"
     if layout.ep > 1:
-        assert workload.model.experts is not None
-        yield from _travelling(workload, workload.model.experts, "backward")
-        if layout.tp > 1:
-            yield "all_gather", "tp", copies, 1, "backward"
-            yield "reduce_scatter", "tp", copies, 1, "backward"
+        yield from _travelling(workload, experts, "backward")
 
 
 def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
