@@ -55,6 +55,8 @@ NOT_HERE = {
     "all_reduce_perf": "NVIDIA's, on GPUs; a file as it prints is read by the next command",
     "mpirun -np 32 all_reduce_perf": "the same on four nodes",
     "python benchmarks/offload.py": "it measures a GPU",
+    "python benchmarks/scratch_update.py": "it measures a disk, and takes minutes",
+    "python benchmarks/offload_peers.py": "DeepSpeed is in an environment of its own",
     "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py": "Megatron's: shoal init reads it, and runs nothing of it",
     "make test": "it runs these tests",
 }
