@@ -107,7 +107,9 @@ def one_case(rank: int, case: Case) -> Seen:
     seen = Seen([], [], [], set(), [], None)
     for segment in step.placed.segments:
         for mixture in mixtures(segment):
-            mixture.experts.register_forward_pre_hook(lambda _, given: seen.tokens.add(sum(map(len, given[0]))))
+            mixture.experts.register_forward_pre_hook(
+                lambda _, given: seen.tokens.add(sum(map(len, given[0])))
+            )
     share = ROWS // layout.data_ranks
     first = mesh.data_index * share
 

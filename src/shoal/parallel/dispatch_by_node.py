@@ -90,7 +90,10 @@ class NodeDispatch:
         numbers = leaving.view(PARTS, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
         lengths = [each.shape[1] for each in numbers]
         read = counts_on_host(torch.cat(numbers, 1), lengths, self.split, sizes, chosen.shape[1])
-        return [Counts(*each, here[:, number]) for number, each in enumerate(read)]
+        return [
+            Counts(sent, received, passed, arrived, here[:, number])
+            for number, (sent, received, passed, arrived) in enumerate(read)
+        ]
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return self.inside.features.incoming(mixed)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
 from shoal.facts.expert_load import crossing

@@ -78,7 +78,9 @@ def test_all_but_the_first_of_a_pass_are_on_their_way(
         assert left == 0, "on its way, and never asked for"
 
 
-def _steps(rank: int, world: int, shape: Model, layout: str, place: Path) -> tuple[list[tuple[int, bool]], int]:
+def _steps(
+    rank: int, world: int, shape: Model, layout: str, place: Path
+) -> tuple[list[tuple[int, bool]], int]:
     """Two steps, with not a bit of difference from weights in memory: what the second one asked for."""
     (place / str(rank)).mkdir()
     files = DirectFiles(place / str(rank))

@@ -325,7 +325,7 @@ class PipelinedShards(RankGradients):
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
         """A split product widens its gradient itself, before its input goes."""
-        return product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.inner
+        return product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.put_off
 
     def _widened(self, moment: Moment, matrix: int, left: Peak) -> Iterator[Peak]:
         """A gradient and its copy in the precision that it adds up in, where the first stays as the gradient itself."""

@@ -21,9 +21,9 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory.inventory import RankInventory
-from shoal.predict.rank_parameters import ParameterCount
 from shoal.predict.memory.update import own_states
 from shoal.predict.offload_cut import largest_piece
+from shoal.predict.rank_parameters import ParameterCount
 
 
 @dataclass(frozen=True)

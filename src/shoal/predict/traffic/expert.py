@@ -10,7 +10,7 @@ every micro-batch:
                      of numbers, tokens and results                                   2 · 8 · (experts + n),
                                                                        r · t · (hidden / tp + 2 · active) · c, and
                                                                                       r · t · hidden / tp · c
-                     and over ``ep inside`` as over ``ep``, of the node's experts     2 · 8 · experts / n, the same twice;
+                     and over ``ep inside`` as over ``ep``, of the node's experts     2 · 8 · experts / n, also twice;
                      tokens and results in two parts (``facts/layout/expert_nodes.PARTS``)
     and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
                      experts made of it
