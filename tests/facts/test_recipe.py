@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.facts.recipe import Recipe, read_count, read_span
+from shoal.facts.recipe import Recipe, read_count, read_span, write_count
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,23 @@ from shoal.facts.recipe import Recipe, read_count, read_span
 )
 def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert read_count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (15 * 10**12, "15T"),
+        (1_500_000_000, "1.5B"),
+        (12_340_000, "12.34M"),
+        (12_345_000, "12345000"),
+        (999_990_000_000_000, "999.99T"),
+        (2_000_000_000_000_000, "2000T"),
+        (524_288, "524288"),
+        (2**53 + 1, "9007199254740993"),
+    ],
+)
+def test_a_count_is_written_as_briefly_as_it_reads_back(count: int, text: str) -> None:
+    assert write_count(count) == text and read_count(text) == count
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
     assert all(f"{remedy.plan.memory.device_p90 / 2**30:.1f} of" in str(remedy) for remedy in remedies)
 
 
+def test_of_single_changes_one_that_stays_on_the_device_with_room_comes_first() -> None:
+    """Offload of the optimizer's states would be faster by 4 %, and selective recomputation leaves 1 GiB."""
+    layout = Layout.parse("fsdp=8,tp=2")
+    first = for_layout(asked("llama3-8b", "16xH100", 4096, 64), layout)[0].plan
+    assert not first.layout.offload and first.out_of_memory < 0.001, first.layout
+
+
 @pytest.mark.usefixtures("without_params")
 def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None:
     workload = asked("llama3-8b", "1xH100", 4096, 8)

@@ -99,7 +99,7 @@ def plan(
         Write the same layout for deepspeed, accelerate, megatron, megatron-bridge, torchtitan, nemo or sagemaker;
         or the nearest one that it runs, judged as it will run there.
     to
-        Directory for the exported files.
+        Directory for the exported files; made if it is missing.
     force
         Overwrite existing files.
     precision
@@ -176,7 +176,9 @@ def plan(
             use_links(links, request.cluster)
     if export is not None:
         _known_stack(export)
-    outputs = [path for path in (html, save, to / export if export else None) if path is not None]
+    # Where exports go is made if only it is missing.
+    exports = to / export if export and to.exists() else to if export else None
+    outputs = [path for path in (html, save, exports) if path is not None]
     if problems := list(unwritable(outputs)):
         raise BadInput(problems)
     if save is not None:
@@ -190,6 +192,8 @@ def plan(
     found = plan_report(asked, top, curve)
     rows = [Compared(found), *(Compared(plan_report(other, top)) for other in requests[1:])]
     files, exported, there = _files(found, rows, html, save, export, to)
+    if export is not None:
+        to.mkdir(exist_ok=True)
     _write(files, force)
     if json:
         document = found.as_json()

@@ -34,6 +34,14 @@ def read_count(text: str) -> int:
     return int(count)
 
 
+def write_count(count: int) -> str:
+    """The same count again, as short as two decimals allow: ``15T``, ``1.5B``, ``10000``."""
+    for suffix, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size and 100 * count % size == 0:
+            return f"{count / size:.12g}{suffix}"
+    return str(count)
+
+
 def read_span(value: int | float | str, steps: int) -> int:
     """A span of a run, in steps: ``100`` is 100 steps, ``"5%"`` and ``0.05`` are that share of the run."""
     return value if isinstance(value, int) else round(_share(value) * steps)

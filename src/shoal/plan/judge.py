@@ -13,6 +13,7 @@ from shoal.facts.config import Config, ModelSection
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.stack_limits import RULES, Asked, gaps
 from shoal.facts.ledger import Ledger
+from shoal.facts.recipe import write_count
 from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
 from shoal.plan.headroom import free_bytes, out_of_memory
@@ -227,7 +228,7 @@ def ask(workload: Workload, called: str | None = None) -> str:
     if workload.stack.name in RULES:
         words += f" --stack {workload.stack.name}"
     if recipe.tokens is not None:
-        words += f" --tokens {recipe.tokens}"
+        words += f" --tokens {write_count(recipe.tokens)}"
     for flag, usual in (
         ("precision", "bf16"),
         ("states", "fp32"),

@@ -15,6 +15,7 @@ from shoal.facts.model.parameters import attention_projections
 from shoal.facts.recipe import Recipe
 from shoal.plan.amounts import seconds_per_step
 from shoal.plan.explain import GIB
+from shoal.plan.headroom import UNLIKELY
 from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
@@ -59,7 +60,8 @@ class Remedy:
 def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
     """Changes to a layout after any of which it fits, then leaner states, LoRA, another layout, more GPUs.
 
-    What the engine runs comes first, of that the smallest change, and then the fastest.
+    What the engine runs comes first, of that the smallest change; then, as where a layout is chosen, what offloads
+    nothing and is unlikely to run out of memory, and of that the fastest.
     """
     tried: list[tuple[int, Remedy]] = []
     for what, changes in _changes(layout, asked):
@@ -68,7 +70,7 @@ def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
             plan = judge(asked.workload(changed))
             if plan.fits:
                 tried.append((len(changes), Remedy(what, plan)))
-    tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], pair[1].plan.step.seconds))
+    tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], *_reluctance(layout, pair[1].plan)))
     found = [remedy for _, remedy in tried[:NAMED]]
     for what, leaner in _leaner(asked):
         if _legal(leaner, layout):
@@ -79,6 +81,10 @@ def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
     if elsewhere:
         found.append(Remedy("another layout on these GPUs", elsewhere))
     return _run_first([*found, *_grown(asked, layout)])
+
+
+def _reluctance(layout: Layout, plan: Plan) -> tuple[bool, bool, float]:
+    return plan.layout.offload != layout.offload, plan.out_of_memory > UNLIKELY, plan.step.seconds
 
 
 def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
