@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,19 @@ class Attribution(NamedTuple):
         return f"{self.phase} of {self.module}" if self.module else self.phase
 
 
+class Place(NamedTuple):
+    """Code that allocates, held so that no other takes its identity; None: what it is for says nothing of it."""
+
+    code: CodeType
+    category: str | None
+
+
+def _category_of(code: CodeType) -> str | None:
+    if code.co_name == ADDED_UP:
+        return "grads"
+    return next((kind for part, kind in PLACES.items() if part in code.co_filename), None)
+
+
 class Attributions:
     """Follows the modules of some networks while it is active, and says where a new tensor comes from."""
 
@@ -76,7 +89,7 @@ class Attributions:
         # From each of these numbers on, nodes belong to the module beside it.
         self._numbers: list[int] = [0]
         self._owners: list[str] = [""]
-        self._places: dict[CodeType, str | None] = {}
+        self._places: dict[int, Place] = {}
 
     def __enter__(self) -> Attributions:
         self._shapes = {shape for plain in plain_tensors(self._parameters) for shape in _either_way(plain)}
@@ -129,16 +142,17 @@ class Attributions:
         return (product and result.shape in self._shapes) or stacked or operator in LOOKED_UP
 
     def _by_place(self) -> str | None:
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         for _ in range(DEPTH):
-            code = frame.f_code
-            if code not in self._places:
-                places = (kind for part, kind in PLACES.items() if part in code.co_filename)
-                self._places[code] = "grads" if code.co_name == ADDED_UP else next(places, None)
-            if (category := self._places[code]) is not None:
-                return category
-            if frame.f_back is None:
+            if frame is None:
                 return None
+            code = frame.f_code
+            # By identity: a code object's hash is of all that is in it, and this is asked for every frame.
+            known = self._places.get(id(code))
+            if known is None:
+                known = self._places[id(code)] = Place(code, _category_of(code))
+            if known.category is not None:
+                return known.category
             frame = frame.f_back
         return None
 
