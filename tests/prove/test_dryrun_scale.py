@@ -50,6 +50,29 @@ def test_deepseeks_layout_in_small() -> None:
         assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.015)
 
 
+# Their peak is in the loss, as the first weight's gradient is added up, in the repeated forward pass, on the way in.
+EXPERTS_SHARDED = [
+    ("qwen3-30b-a3b", "fsdp=64,ep=8,micro=1"),
+    ("mixtral-8x7b", "fsdp=64,ep=8,micro=1,recompute=selective"),
+    pytest.param("mixtral-8x7b", "fsdp=64,ep=4,micro=1", marks=pytest.mark.long),
+    pytest.param("qwen3-30b-a3b", "fsdp=8,pp=8,ep=8,micro=1", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("preset", "layout"), EXPERTS_SHARDED)
+def test_experts_in_shards_at_their_true_widths(preset: str, layout: str) -> None:
+    """Three blocks of each stage: what one of them holds is not lost among the others."""
+    parsed = Layout.parse(layout)
+    model = PRESETS[preset].model_copy(update={"layers": 3 * parsed.pp})
+    recipe = Recipe(seq=4096, batch=64, steps=1, precision="bf16")
+    workload = Workload(model, find(f"{parsed.world}xH100"), recipe, parsed)
+    found = dryrun(workload, fullest_rank(workload))
+    assert found.matches
+    for category in ("peak_allocated", "activations", "buffers"):
+        ours, theirs = getattr(found.memory, category), getattr(found.predicted, category)
+        assert ours == pytest.approx(theirs, rel=0.0015), category
+
+
 def test_long_sequences_in_small() -> None:
     """Ulysses over more ranks than there are key/value heads, with everything sharded and recomputed."""
     workload = ask(

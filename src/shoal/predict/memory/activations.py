@@ -98,6 +98,11 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
         working = (BlockPeak(parts.all + stream + 2 * gathered, 0), *working)
+    # By then the way out has let go of its input, the activation of its own, and what is made for the way in's input is
+    # there; of a gate its result, and the gradient of what it gates.
+    adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
+    if routed.whole:
+        adding = parts.all - parts.mlp + stream + routed.whole / (PARTS if work.nodes > 1 else 1)
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
@@ -110,6 +115,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         reads_input=parts.has_input,
         forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
         after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
+        adding_way_in=adding - shared,
+        added_ways_in=2 if routed.inner and model.gated else 1,
     )
 
 
@@ -304,9 +311,11 @@ def _selected(
         used = c * tokens * (query + value + query) + inner
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
+    if routed.whole and model.experts:
+        products += work.wide * model.experts.count * work.stream  # what the router makes of them
     # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
     last = routed.whole or c * tokens * model.hidden
-    used = model.output_norms or (routed.whole and not routed.returned)
+    used = model.output_norms or routed.whole
     return products + last, products + (last if used else 0.0)
 
 
@@ -366,7 +375,7 @@ def _working(
     # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
     if routed.inner:
-        entering = ways_in * inner
+        entering = ways_in * inner + routed.whole
     entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
     if routed.whole and work.nodes > 1:
         # Its weights' gradient of the last part of the tokens; that of the part before waits, and is added to it.

@@ -34,8 +34,10 @@ class BlockActivations(NamedTuple):
     forward: float = (
         0.0  # the fullest moment of its forward pass beyond what rests, where that can be the peak
     )
-
     after_experts: float = 0.0  # when routed experts' backward pass is over, beyond what rests
+    # As the gradient of the MLP's way in is added up, beyond what rests; of so many of its matrices at once.
+    adding_way_in: float = 0.0
+    added_ways_in: int = 0
 
     @property
     def fullest(self) -> float:

@@ -84,8 +84,11 @@ class RankGradients:
         """Bytes of experts' gradients of some tokens, which wait for those of the others, and of these as the product
         gives them.
         """
+        return self._of_other_part(run, count) + self.hold.compute * self.made(run, count) if count else 0.0
+
+    def _of_other_part(self, run: BlockRun, count: int) -> float:
         waiting = self.width if self.rank.lone_experts else self.handed_on
-        return (waiting + self.hold.compute) * self.made(run, count) if count else 0.0
+        return waiting * self.made(run, count) if count else 0.0
 
     def in_other_streams(self, grads: float) -> float:
         """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""
@@ -115,7 +118,8 @@ class RankGradients:
     def first_product(
         self, moment: Moment, run: BlockRun, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        """The first weight gradient of a block: as the product gives it; then, its inputs gone, as it is added up.
+        """The first weight gradient of a block: as the product gives it; then, its inputs gone, as it is added up; the
+        second one, as that is added up.
 
         Bytes in buffers, and those of the activations that have gone by then.
         """
@@ -127,6 +131,10 @@ class RankGradients:
         if self.widens:
             yield product, 0.0
             yield self.added_up(product, added, block)
+            if added and (count := block.added_ways_in):
+                into, _ = self.added_up(count * product, count * added, block)
+                into += self._of_other_part(run, max(one.waiting for one in block.working))
+                yield into, block.opening - block.adding_way_in
         else:
             yield added, 0.0
 
@@ -140,6 +148,9 @@ class RankGradients:
 
     def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
         """As the head's gradient is reduced, itself still there."""
+        yield from ()
+
+    def before_experts(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
         yield from ()
 
     def after_experts(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from shoal.facts.layout.offload import IN_FLIGHT, OffDevice
 from shoal.facts.layout.offload_activations import HORIZON
-from shoal.predict.memory.block_workload import BlockActivations
+from shoal.predict.memory.block_workload import BlockActivations, BlockPeak
 from shoal.predict.memory.fetched import FetchedWeights
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
@@ -231,7 +231,7 @@ class BackwardPass:
             done += run.layers
 
     def _block(self, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
-        """Its first product; its fullest activations; under zero=3, its end."""
+        """What comes before the first weight's gradient; that; its fullest activations; under zero=3, its end."""
         gradients, moment, hold = self.gradients, self.moment, self.rank.hold
         block, stream = self._kind(run), self.micro.stream
         name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
@@ -252,6 +252,10 @@ class BackwardPass:
                 activations=block.opening - block.inner + (3 if self.work.sp else 2) * stream,
                 buffers=buffers + gradients.in_block(moment, run, done, 0),
             )
+        yield from gradients.before_experts(moment, run, done, left.plus(name, activations=stream))
+        early = [one for one in block.working if one.made == 0]
+        later = [one for one in block.working if one.made != 0]
+        yield from self._worked(run, done, left.plus(name, buffers=buffers), early)
         for size, gone in gradients.first_product(moment, run, block):
             yield left.plus(name, grads=grads, activations=block.opening - gone, buffers=passing + size)
         put_off = block.put_off if moment.split else 0.0
@@ -265,23 +269,28 @@ class BackwardPass:
         if moment.split and self.work.recompute == "selective" and not self.work.fp8:
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
-        for size, count, exchange, waiting in block.working:
-            # By then some projections are done, unless their weights' gradients are put off.
-            made = gradients.made(run, count)
-            used = made * hold.compute if self.rank.casts else 0
-            yield left.plus(
-                name,
-                grads=gradients.held(moment, done, made),
-                activations=size + (put_off if count != 0 else 0.0),
-                buffers=buffers
-                + exchange
-                + gradients.added_up_by_part(run, waiting)
-                - used
-                + gradients.in_block(moment, run, done, count),
-            )
+        yield from self._worked(run, done, left.plus(name, buffers=buffers), later, put_off)
         yield from gradients.after_experts(moment, run, done, block, left)
         end = left.plus(name, activations=stream - back - self._freed(run, done, 1))
         yield from gradients.after_block(moment, run, done, end)
+
+    def _worked(
+        self, run: BlockRun, done: int, left: Peak, moments: list[BlockPeak], put_off: float = 0.0
+    ) -> Iterator[Peak]:
+        gradients = self.gradients
+        for size, count, exchange, waiting in moments:
+            # By then some projections are done, unless their weights' gradients are put off.
+            made = gradients.made(run, count)
+            used = made * self.rank.hold.compute if self.rank.casts else 0
+            yield left.plus(
+                left.name,
+                grads=gradients.held(self.moment, done, made),
+                activations=size + put_off,
+                buffers=exchange
+                + gradients.added_up_by_part(run, waiting)
+                - used
+                + gradients.in_block(self.moment, run, done, count),
+            )
 
     def _embedding(self, left: Peak) -> Iterator[Peak]:
         """Nothing of the micro-batch is left but the gradient that enters."""

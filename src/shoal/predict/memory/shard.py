@@ -115,11 +115,15 @@ class ShardedGradients(RankGradients):
     # Gathered weights.
 
     def in_loss(self, moment: Moment) -> float:
-        """The last blocks' and the head's; prefetching asks for more at the first backward hook."""
+        """The last blocks' and the head's; prefetching asks for more at the first backward hook.
+
+        Experts in shards of their own are let go of as their forward pass ends, whichever block's they are.
+        """
         if not self.frees:
             return self.rank.gathered(self.total)
         last, ahead = self.one.runs[-1], max(1, self.tune.prefetch) - 1
         units = self.rank.gathered(self._unit(last, 0)) + self.rank.gathered(self._full_unit(last)) * ahead
+        units -= self.hold.compute * self._apart(last, 0)
         return self.hold.compute * self.root + units
 
     def _gathered(self, run: BlockRun, done: int) -> float:
@@ -243,6 +247,18 @@ class ShardedGradients(RankGradients):
         gathered = self.in_loss(moment) - (hold.compute * head.whole if self.frees else 0.0)
         passing = gathered + (hold.compute + hold.reduce) * head.trained + going
         yield left.plus("head", grads=stays, buffers=passing)
+
+    def before_experts(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
+        """Experts in shards of their own are copied out of the one piece that they came in, by rank.
+
+        Where that is within experts, by way of a copy of each matrix; all go when the last is in place.
+        """
+        if not (self.frees and self._apart(run, done)):
+            return
+        copies = self.hold.compute * self._apart(run, done) * (2 if self._within_experts else 1)
+        yield left.plus(
+            left.name, grads=self.held(moment, done), buffers=copies + self.in_block(moment, run, done, 0)
+        )
 
     def after_experts(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations, left: Peak
