@@ -51,4 +51,7 @@ def _in_group(
         dist.init_process_group(
             "gloo", store=store.plain, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
         )
+        # A rank that is done at once closes its sockets: not before all others have connected to it.
+        store.plain.set(f"connected/{rank}", b"")
+        store.plain.wait([f"connected/{other}" for other in range(world)])
     return function(rank, world, *arguments)

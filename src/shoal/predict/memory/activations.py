@@ -92,7 +92,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         forward = in_computing(model, parts.all, routed, work)
         mixing = in_mixing(model, parts.all, stream, gathered, routed, work)
         if forward and work.recompute != "none":
-            mixing = max(mixing, forward + stream - (routed.whole if work.recompute == "selective" else 0.0))
+            mixing = max(mixing, forward + stream)
         working = (BlockPeak(mixing, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
@@ -313,7 +313,8 @@ def _selected(
     products = c * tokens * (query + key + value + model.hidden) + gates
     if routed.whole and model.experts:
         products += work.wide * model.experts.count * work.stream  # what the router makes of them
-    # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
+    # Every product is let go as it is used again. The last one stays, unless a norm behind it or the way back of
+    # experts' tokens uses it.
     last = routed.whole or c * tokens * model.hidden
     used = model.output_norms or routed.whole
     return products + last, products + (last if used else 0.0)
