@@ -124,6 +124,8 @@ def test_an_illegal_layout_is_refused_with_all_reasons_and_the_nearest(capsys: C
             ["--on: '2xH1000': the device 'H1000' is not in the catalogue"],
         ),
         ([*SMALL, "--html", "no/such/page.html"], ["there is no directory no/such"]),
+        ([*SMALL, "--export", "deepspeed", "--to", "no/such"], ["--to no/such: there is no directory no"]),
+        ([*SMALL, "--export", "deepspeed", "--to", __file__], [f"--to {__file__}: it is not a directory"]),
         (["gpt2", *SMALL[1:3], "--seq", "4096", "--batch", "4"], ["learned positions"]),
         (
             [*SMALL, "--layout", "dp=2,offload=activations", "--save", "x.toml"],
@@ -211,7 +213,7 @@ def test_an_export_is_started_where_it_was_written(capsys: Capture, tmp_path: Pa
     for stack in STACKS:
         to = tmp_path / f"to {stack}"
         if stack != "deepspeed":
-            to.mkdir()  # otherwise it is made
+            (to / stack).mkdir(parents=True)  # otherwise it is made
         # Torchtitan has few models by name.
         large = ("llama3-8b", "--on", "8xH100", *SMALL[3:5], "--batch", "8", "--layout", "fsdp=8")
         asked = large if stack == "torchtitan" else (*SMALL, "--layout", "fsdp=2")

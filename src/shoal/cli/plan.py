@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from shoal.facts.problem import Problem
     from shoal.plan.compare import Compared
     from shoal.plan.export import Exported
     from shoal.plan.export.rejudge import Rejudged
@@ -99,7 +100,7 @@ def plan(
         Write the same layout for deepspeed, accelerate, megatron, megatron-bridge, torchtitan, nemo or sagemaker;
         or the nearest one that it runs, judged as it will run there.
     to
-        Directory for the exported files; made if it is missing.
+        Directory for the exported files, created if it does not exist (its parent must).
     force
         Overwrite existing files.
     precision
@@ -174,12 +175,11 @@ def plan(
 
         for request in requests:
             use_links(links, request.cluster)
+    problems = list(unwritable(path for path in (html, save) if path is not None))
     if export is not None:
         _known_stack(export)
-    # Where exports go is made if only it is missing.
-    exports = to / export if export and to.exists() else to if export else None
-    outputs = [path for path in (html, save, exports) if path is not None]
-    if problems := list(unwritable(outputs)):
+        problems += _unusable_folder(to)
+    if problems:
         raise BadInput(problems)
     if save is not None:
         if stack != "shoal":
@@ -193,7 +193,7 @@ def plan(
     rows = [Compared(found), *(Compared(plan_report(other, top)) for other in requests[1:])]
     files, exported, there = _files(found, rows, html, save, export, to)
     if export is not None:
-        to.mkdir(exist_ok=True)
+        _make(to)
     _write(files, force)
     if json:
         document = found.as_json()
@@ -314,6 +314,26 @@ def _check_writable(files: Iterable[Path], force: bool) -> None:
     problems += unwritable(files)
     if problems:
         raise BadInput(problems)
+
+
+def _unusable_folder(to: Path) -> Iterator[Problem]:
+    from shoal.facts.problem import Problem
+
+    if to.is_dir():
+        return
+    if to.exists() or to.is_symlink():
+        yield Problem(f"--to {to}: it is not a directory", "a directory, or a name that is free")
+    elif not to.parent.is_dir():
+        yield Problem(f"--to {to}: there is no directory {to.parent}", "a directory that exists")
+
+
+def _make(to: Path) -> None:
+    from shoal.facts.problem import BadInput
+
+    try:
+        to.mkdir(exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot create {to}: {error.strerror}", "another place") from None
 
 
 def _write(files: dict[Path, str], force: bool) -> None:

@@ -35,7 +35,7 @@ def read_count(text: str) -> int:
 
 
 def write_count(count: int) -> str:
-    """The same count again, as short as two decimals allow: ``15T``, ``1.5B``, ``10000``."""
+    """The same count again, in T, B or M where two decimals are enough: ``15T``, ``1.5B``, ``10000``."""
     for suffix, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if count >= size and 100 * count % size == 0:
             return f"{count / size:.12g}{suffix}"

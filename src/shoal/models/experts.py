@@ -35,7 +35,9 @@ class Order(NamedTuple):
         return self._replace(place=self.place[:number].clone())
 
     def part(self, unsorted: slice, ordered: slice) -> Order:
-        """Of these alone, which were sorted to there; some behind all others, and these are not there."""
+        """Of these alone, which were sorted to there; some behind all others, and these are not there. ``ends`` stay
+        those of the whole.
+        """
         place, back = self.place[ordered] - unsorted.start, self.back[unsorted] - ordered.start
         return self._replace(place=place, back=back)
 

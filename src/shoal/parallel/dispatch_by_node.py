@@ -9,15 +9,16 @@ each with its weight, and returns one sum. The backward pass goes the same way i
                                                                                                 │
     sum over nodes ◄───────────────── across ──── sum, weighted ◄──────────────── inside ───────┘
 
-A rank's tokens travel in two parts (``facts/layout/expert_nodes.PARTS``), so that links between nodes, links inside
-them and experts work at once:
+A rank's tokens travel in two parts (``facts/layout/expert_nodes.PARTS``), so that one is passed on inside a node while
+the other crosses between nodes or is computed:
 
     across    1 ─► 2 ─►                          1 ─► 2 ─►
     inside         1 ─► 2 ─►           1 ─► 2 ─►
     experts             1 ───► 2 ───►
 
 How many tokens come, and how many of them go on to whom, is told in two small messages before any token leaves, and
-read by the host once. A node may be one rank: then nothing is sent on, and a token travels once to each rank.
+read by the host once. A node may be one rank: then nothing is sent on, and a token travels once to each rank, all of
+them together.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.facts.layout.expert_nodes import PARTS, Split, part_sizes
+from shoal.facts.layout.expert_nodes import Split, part_sizes
 from shoal.models.experts import Arriving, Collect, Compute, Mix, Order, Routed, Spread, by_expert
 from shoal.models.mix import mix_rows
 from shoal.parallel.dispatch import Dispatch, SentTokens
@@ -48,16 +49,18 @@ class NodeDispatch:
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         """Tokens as they are; their order is by part and node, of those of their experts that are a node's first."""
-        nodes, (tokens, count) = self.split.nodes, chosen.shape
+        nodes, count = self.split.nodes, chosen.shape[1]
         whose = chosen // self.split.experts_each
         earlier = torch.ones(count, count, dtype=torch.bool, device=chosen.device).tril(-1)
         again = ((whose[:, :, None] == whose[:, None, :]) & earlier).any(-1)
-        part = _part_of_each(tokens, chosen.device)
-        order = by_expert((whose + part * nodes).masked_fill(again, PARTS * nodes).flatten(), PARTS * nodes)
+        groups = self.split.parts * nodes
+        order = by_expert(
+            (whose + self._part_of_each(chosen) * nodes).masked_fill(again, groups).flatten(), groups
+        )
         return self.inside.features.outgoing(x), order
 
     def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, TokensOfNodes]:
-        sizes = part_sizes(len(tokens))
+        sizes = part_sizes(len(tokens), self.split.parts)
         told = self._counts(routed.order, routed.chosen, sizes)
         numbers = routed.chosen.to(AS_WIDE[tokens.element_size()]).view(tokens.dtype)
         rows = torch.cat([tokens, routed.weights, numbers], 1).split(sizes)
@@ -75,19 +78,24 @@ class NodeDispatch:
         """Each node is told how many tokens come and how many copies are for which of its experts; with that its ranks
         tell each other what they will pass on. Of each part.
         """
-        nodes, ranks, experts = self.split.nodes, self.split.ranks, self.split.experts.count
+        nodes, ranks, parts, experts = (
+            self.split.nodes,
+            self.split.ranks,
+            self.split.parts,
+            self.split.experts.count,
+        )
         leaving = torch.diff(order.ends.long(), prepend=order.ends.new_zeros(1, dtype=torch.int64))
-        part = _part_of_each(len(chosen), chosen.device)
-        copies = chosen.new_zeros(PARTS * experts)
-        copies.scatter_add_(0, (chosen + part * experts).flatten(), torch.ones_like(chosen).flatten())
+        copies = chosen.new_zeros(parts * experts)
+        whose = chosen + self._part_of_each(chosen) * experts
+        copies.scatter_add_(0, whose.flatten(), torch.ones_like(chosen).flatten())
         # To each node, of each part.
-        going = torch.cat([leaving.view(PARTS, nodes, 1), copies.view(PARTS, nodes, -1)], 2).transpose(0, 1)
+        going = torch.cat([leaving.view(parts, nodes, 1), copies.view(parts, nodes, -1)], 2).transpose(0, 1)
         coming = torch.empty(going.shape, dtype=going.dtype, device=going.device)
         dist.all_to_all_single(coming, going.contiguous(), group=self.across)
         # To each rank of this node, of each part.
-        onward = coming[:, :, 1:].sum(0).view(PARTS, ranks, -1).transpose(0, 1).contiguous()
+        onward = coming[:, :, 1:].sum(0).view(parts, ranks, -1).transpose(0, 1).contiguous()
         here = self.inside.told(onward) if ranks > 1 else onward
-        numbers = leaving.view(PARTS, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
+        numbers = leaving.view(parts, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
         lengths = [each.shape[1] for each in numbers]
         read = counts_on_host(torch.cat(numbers, 1), lengths, self.split, sizes, chosen.shape[1])
         return [
@@ -98,10 +106,10 @@ class NodeDispatch:
     def incoming(self, mixed: Tensor) -> Tensor:
         return self.inside.features.incoming(mixed)
 
-
-def _part_of_each(tokens: int, device: torch.device) -> Tensor:
-    """[tokens, 1]"""
-    return (torch.arange(tokens, device=device) >= part_sizes(tokens)[0]).long()[:, None]
+    def _part_of_each(self, chosen: Tensor) -> Tensor:
+        """[tokens, 1]: the number of the part that a token travels in."""
+        numbers = torch.arange(len(chosen), device=chosen.device)
+        return (numbers >= part_sizes(len(chosen), self.split.parts)[0]).long()[:, None]
 
 
 class Counts(NamedTuple):
@@ -121,7 +129,7 @@ def counts_on_host(
 
     ``sizes``: tokens of each part, of so many experts each. A dry run makes them up (``prove/balanced_routing.py``).
     """
-    return [list(map(list, _cut(numbers, lengths))) for numbers in counts.tolist()]
+    return [_cut(numbers, lengths) for numbers in counts.tolist()]
 
 
 def _cut(numbers: list[int], lengths: list[int]) -> list[list[int]]:
@@ -141,7 +149,6 @@ class TokensOfNodes:
         Autograd goes through it in reverse, and so does with gradients what this does with tokens.
         """
         under_way = list(arriving)
-        del arriving
         for number, part in enumerate(self.parts):
             under_way[number] = part.passed_on(under_way[number])
         for number, part in enumerate(self.parts):
@@ -155,6 +162,10 @@ class TokensOfNodes:
 
 class PartOfTokens:
     """Some of a rank's tokens, and what it passes on of those that come meanwhile."""
+
+    # Of what has come, once it is passed on: the order of the copies, and the weight of each.
+    here: Order
+    weights: Tensor
 
     def __init__(self, dispatch: NodeDispatch, counts: Counts, order: Order, active: int) -> None:
         """``order``: of own tokens, by node."""

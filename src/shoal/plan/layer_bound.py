@@ -68,10 +68,10 @@ class LayerBound:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        self._parts_over: dict[tuple[int, int], int] = {}
         self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
         # By what each depends on, and not by the model, whose hash takes a while.
         self.kinds = cache(self._stage_kinds)
+        self.expert_parts = cache(self._expert_parts)
         self.body = cache(self._all_layers)
         self._compiles = cache(self._compiled_blocks)
         self._least_held = cache(self._least_handled)
@@ -218,14 +218,11 @@ class LayerBound:
                 yield layer.LayerShare(
                     tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, routed, held, compiled,
                     self.recipe.dropout > 0, turns, unpacks, adapted,
-                    self._expert_parts(split.tp, share.ep) if routed else 1,
+                    self.expert_parts(split.tp, share.ep) if routed else 1,
                 )  # fmt: skip
 
     def _expert_parts(self, tp: int, ep: int) -> int:
-        known = self._parts_over.get((tp, ep))
-        if known is None:
-            known = self._parts_over[tp, ep] = self._workload(layout_of(dp=ep, tp=tp, ep=ep)).expert_parts
-        return known
+        return self._workload(layout_of(dp=ep, tp=tp, ep=ep)).expert_parts
 
     def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
         return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)

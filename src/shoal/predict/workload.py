@@ -104,14 +104,12 @@ class Workload:
     @property
     def expert_parts(self) -> int:
         """In how many parts a micro-batch's tokens travel to their experts."""
-        return 1 if self.stack.passes_on else parts_over(self.expert_nodes)
+        return 1 if self.stack.passes_on else parts_over(*(one.size for one in self.expert_nodes))
 
     @cached_property
     def token_parts(self) -> list[tuple[int, int]]:
         """Of how many tokens each of these parts is, and how many such parts there are."""
-        if self.expert_parts == 1:
-            return [(self.tokens, 1)]
-        sizes = part_sizes(self.tokens)
+        sizes = part_sizes(self.tokens, self.expert_parts)
         return [(size, sizes.count(size)) for size in dict.fromkeys(sizes)]
 
     @cached_property

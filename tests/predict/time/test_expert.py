@@ -20,11 +20,14 @@ DEEPSEEK = PRESETS["deepseek-v3"]
 SHARE = LayerShare(4096, 4096.0, 1, 4096, 1, 64, experts=True)
 
 
-def waited(model: Model, layout: str = "fsdp=64,ep=64,micro=1") -> dict[str, float]:
-    workload = Workload(model, find("64xH100"), Recipe(seq=4096, batch=64), Layout.parse(layout))
+def waited(
+    model: Model, layout: str = "fsdp=64,ep=64,micro=1", on: str = "64xH100", parts: int = 1
+) -> dict[str, float]:
+    workload = Workload(model, find(on), Recipe(seq=4096, batch=64), Layout.parse(layout))
     here = rank_parameters(workload.layout, model, workload.cut_by, 0)
     found: dict[str, float] = {}
-    for ways in expert.waits(workload, cost_model(workload), here, SHARE).values():
+    share = SHARE._replace(expert_parts=parts)
+    for ways in expert.waits(workload, cost_model(workload), here, share).values():
         for way, seconds in ways.items():
             found[way] = found.get(way, 0.0) + seconds
     return found
@@ -59,3 +62,26 @@ def test_shared_experts_are_computed_meanwhile() -> None:
 
 def test_without_expert_ranks_nothing_waits() -> None:
     assert waited(DEEPSEEK, "fsdp=64,micro=1") == {}
+
+
+def test_tokens_in_parts_wait_less_and_never_for_nothing() -> None:
+    model = PRESETS["qwen3-30b-a3b"]  # without shared experts to hide behind
+    together, in_parts = waited(model), waited(model, parts=2)
+    assert all(0 < in_parts[way] < together[way] for way in together)
+    # What crosses first and what comes home last is passed on or computed behind nothing else: a quarter of it at least.
+    assert all(in_parts[way] > together[way] / 4 for way in together)
+
+
+@pytest.mark.parametrize(("on", "layout"), [("8x1xH100", "fsdp=8,ep=8"), ("64xH100", "fsdp=8,tp=8,ep=8")])
+def test_between_nodes_of_one_rank_tokens_travel_together_and_all_of_it_is_waited_for(
+    on: str, layout: str
+) -> None:
+    model = PRESETS["qwen3-30b-a3b"]
+    workload = Workload(model, find(on), Recipe(seq=4096, batch=64), Layout.parse(layout))
+    assert workload.expert_nodes.across.size == 8 and workload.expert_parts == 1
+    times = cost_model(workload)
+    here = rank_parameters(workload.layout, model, workload.cut_by, 0)
+    sent = [call for call in expert.tokens(workload, here) if call.group == "ep"]
+    _, ranks, stride = workload.ranks_of("ep")
+    alone = sum(times.links.seconds(call.op, call.bytes, ranks, stride) * call.count for call in sent)
+    assert sum(waited(model, layout, on).values()) * workload.accumulation >= alone

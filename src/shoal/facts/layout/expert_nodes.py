@@ -16,15 +16,22 @@ from shoal.facts.model import Experts
 # What the ranks are called that send each other tokens: all; those of the same place in every node; those of one node.
 EXCHANGES = ("ep", "ep across", "ep inside")
 
-# In so many parts a rank's tokens travel to other nodes, so that one part crosses between nodes while the other is
-# passed on inside them or computed. More parts would leave less of their way uncovered, and experts fewer tokens at a
-# time, of which each product of a GPU is slower.
+# In so many parts a rank's tokens travel to other nodes: one crosses between nodes while the other is passed on inside
+# its own, and is passed on while the other is computed. More parts would leave less of their way uncovered, and experts
+# fewer tokens at a time, of which each product of a GPU is slower.
 PARTS = 2
 
 
-def part_sizes(tokens: int) -> list[int]:
+def parts_over(nodes: int, ranks: int) -> int:
+    """In how many parts tokens travel to so many nodes of so many ranks: where a node is one rank nothing is passed on
+    inside it while another part crosses.
+    """
+    return PARTS if nodes > 1 and ranks > 1 else 1
+
+
+def part_sizes(tokens: int, parts: int) -> list[int]:
     """Of each part of a rank's tokens, in order."""
-    return [(tokens + PARTS - 1 - number) // PARTS for number in range(PARTS)]
+    return [(tokens + parts - 1 - number) // parts for number in range(parts)]
 
 
 class ExpertNodes(NamedTuple):
@@ -46,6 +53,10 @@ class Split(NamedTuple):
         """Of a node."""
         return self.experts.count // self.nodes
 
+    @property
+    def parts(self) -> int:
+        return parts_over(self.nodes, self.ranks)
+
 
 def expert_nodes(layout: Layout, domain: int | None, active: int) -> ExpertNodes:
     """``domain``: devices that fast links join, in the order of ranks; None: all. ``active``: a token's experts."""
@@ -60,8 +71,3 @@ def expert_nodes(layout: Layout, domain: int | None, active: int) -> ExpertNodes
     if near == 1:
         return ExpertNodes(whole, RankGroup("ep inside", 1, tp))
     return ExpertNodes(RankGroup("ep across", layout.ep // near, near * tp), RankGroup("ep inside", near, tp))
-
-
-def parts_over(nodes: ExpertNodes) -> int:
-    """In how many parts a rank's tokens travel."""
-    return PARTS if nodes.across.size > 1 else 1

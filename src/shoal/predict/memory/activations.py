@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.expert_nodes import PARTS
 from shoal.facts.model import Experts, Model
 from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
@@ -102,7 +101,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # there; of a gate its result, and the gradient of what it gates.
     adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
     if routed.whole:
-        adding = parts.all - parts.mlp + stream + routed.whole / (PARTS if work.nodes > 1 else 1)
+        adding = parts.all - parts.mlp + stream + routed.whole / work.parts
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
@@ -336,8 +335,7 @@ def in_mixing(
     read = work.compute * model.hidden * work.tokens
     before = kept + stream
     if routed.sent < routed.whole:
-        parts = PARTS if work.nodes > 1 else 1
-        return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole / parts)
+        return before + max(read / work.tp + 2 * routed.sent + routed.crossed, 2 * routed.whole / work.parts)
     return before + gathered + (2 * routed.sent if routed.returned else routed.whole) + routed.crossed
 
 
@@ -353,8 +351,15 @@ def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWor
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
-    parts = PARTS if work.nodes > 1 else 1
-    return kept + of_shared + gathered + 3 * stream + 2 * routed.whole / parts + routed.sent + routed.crossed
+    return (
+        kept
+        + of_shared
+        + gathered
+        + 3 * stream
+        + 2 * routed.whole / work.parts
+        + routed.sent
+        + routed.crossed
+    )
 
 
 def _working(
@@ -378,9 +383,9 @@ def _working(
     if routed.inner:
         entering = ways_in * inner + routed.whole
     entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
-    if routed.whole and work.nodes > 1:
+    if routed.whole and work.parts > 1:
         # Its weights' gradient of the last part of the tokens; that of the part before waits, and is added to it.
-        entered = entered._replace(bytes=entered.bytes - entering / PARTS, waiting=ways_in)
+        entered = entered._replace(bytes=entered.bytes - entering / work.parts, waiting=ways_in)
     later = (
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),

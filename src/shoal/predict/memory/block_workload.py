@@ -66,6 +66,7 @@ class BlockWorkload:
     fp8: bool = False
     ep: int = 1  # ranks that share experts
     nodes: int = 1  # that these are on
+    parts: int = 1  # in which tokens travel to them
     crossed: int = 0  # tokens that come from there to a rank that passes them on
     trained: frozenset[str] | None = None  # projections that groups do not freeze; None: all
     norms: bool = True  # whether these are trained

@@ -81,8 +81,8 @@ class RankGradients:
         return min(whole, run.block.trained) if run.frozen else whole
 
     def added_up_by_part(self, run: BlockRun, count: int) -> float:
-        """Bytes of experts' gradients of some tokens, which wait for those of the others, and of these as the product
-        gives them.
+        """Bytes of experts' gradients of one part of the tokens, which wait for those of the other part, and of the
+        latter as the product gives them.
         """
         return self._of_other_part(run, count) + self.hold.compute * self.made(run, count) if count else 0.0
 

@@ -74,6 +74,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         fp8=recipe.precision == "fp8",
         ep=layout.ep,
         nodes=workload.expert_nodes.across.size,
+        parts=workload.expert_parts,
         crossed=workload.crossing,
     )
     handed_on = hold.gradient

@@ -7,11 +7,11 @@ every micro-batch:
     ep > 1           all-to-all over ``ep`` of how many tokens come from whom         8 · experts
                      and of tokens to their experts, and of the results back          t · active · hidden / tp · c each
                      on n nodes, of which a token reaches r in the mean (``facts/expert_load.py``), over ``ep across``
-                     of numbers, tokens and results                                   2 · 8 · (experts + n),
+                     of numbers, tokens and results                                   p · 8 · (experts + n),
                                                                        r · t · (hidden / tp + 2 · active) · c, and
                                                                                       r · t · hidden / tp · c
-                     and over ``ep inside`` as over ``ep``, of the node's experts     2 · 8 · experts / n, also twice;
-                     tokens and results in two parts (``facts/layout/expert_nodes.PARTS``)
+                     and over ``ep inside`` as over ``ep``, of the node's experts     p · 8 · experts / n, also twice;
+                     tokens and results in p parts (``facts/layout/expert_nodes.parts_over``)
     and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
                      experts made of it
     tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
