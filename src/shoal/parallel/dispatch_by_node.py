@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.layout.expert_nodes import Split, part_sizes
-from shoal.models.experts import Arriving, Collect, Compute, Mix, Order, Routed, Spread, by_expert
+from shoal.models.experts import Arriving, Collect, Compute, Mix, Order, Routed, Spread, by_expert, mix
 from shoal.models.mix import mix_rows
 from shoal.parallel.dispatch import Dispatch, SentTokens
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
@@ -143,9 +143,10 @@ class TokensOfNodes:
     def __init__(self, parts: list[PartOfTokens]) -> None:
         self.parts = parts
 
-    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, _: Mix) -> Tensor:
         """One stretch of the way after the other, each of all parts: while one part travels the next is worked on.
 
+        How many tokens have come is another number each time, so what was made of them is added up outside of graphs.
         Autograd goes through it in reverse, and so does with gradients what this does with tokens.
         """
         under_way = list(arriving)
@@ -154,7 +155,7 @@ class TokensOfNodes:
         for number, part in enumerate(self.parts):
             under_way[number] = part.computed(under_way[number], compute)
         for number, part in enumerate(self.parts):
-            under_way[number] = part.sent_home(under_way[number], mix)
+            under_way[number] = part.sent_home(under_way[number])
         for number, part in enumerate(self.parts):
             under_way[number] = part.collected(under_way[number])
         return torch.cat(under_way)
@@ -202,14 +203,10 @@ class PartOfTokens:
             return self.dispatch.inside.features.computed(compute, copies, self.here.ends)
         return self.inside.computed(copies, compute)
 
-    def sent_home(self, returning: Tensor, mix: Mix) -> Tensor:
+    def sent_home(self, returning: Tensor) -> Tensor:
         """What this node's experts made of each token that has come, added up, on its way to where that came from."""
-        made = self._of_this_node(returning, mix)
-        return depart(made, self.home)
-
-    def _of_this_node(self, returning: Tensor, mix: Mix) -> Tensor:
         results = returning if self._alone else self.inside.results(returning)
-        return mix(results, self.weights, self.here)
+        return depart(mix(results, self.weights, self.here), self.home)
 
     def collected(self, returning: Tensor) -> Tensor:
         """The sum over nodes, of own tokens."""
