@@ -68,7 +68,7 @@ def test_tokens_in_parts_wait_less_and_never_for_nothing() -> None:
     model = PRESETS["qwen3-30b-a3b"]  # without shared experts to hide behind
     together, in_parts = waited(model), waited(model, parts=2)
     assert all(0 < in_parts[way] < together[way] for way in together)
-    # What crosses first and what comes home last is passed on or computed behind nothing else: a quarter of it at least.
+    # The first part to cross and the last to come home hide behind nothing: a quarter of it at least.
     assert all(in_parts[way] > together[way] / 4 for way in together)
 
 
