@@ -50,7 +50,7 @@ def test_deepseeks_layout_in_small() -> None:
         assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.015)
 
 
-# Their peak is in the loss, as the first weight's gradient is added up, in the repeated forward pass, on the way in.
+# The first one's peak is in the loss, those of the others in a block.
 EXPERTS_SHARDED = [
     ("qwen3-30b-a3b", "fsdp=64,ep=8,micro=1"),
     ("mixtral-8x7b", "fsdp=64,ep=8,micro=1,recompute=selective"),

@@ -22,7 +22,7 @@ from shoal.facts.model import Experts, Latent
 from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.models.experts import Compute, Mix
+from shoal.models.experts import Compute
 from shoal.parallel.dispatch import Features, SentTokens
 from shoal.parallel.dispatch_by_node import PartOfTokens
 from shoal.parallel.router_tally import RouterTally
@@ -211,10 +211,10 @@ def dropped_on_its_way_inside() -> None:
     """Of what has come from other nodes, the last token: it reaches no expert, and adds nothing."""
     made = PartOfTokens._of_this_node
 
-    def one_less(self: PartOfTokens, returning: Tensor, mix: Mix) -> Tensor:
+    def one_less(self: PartOfTokens, returning: Tensor) -> Tensor:
         kept = torch.ones(sum(self.counts.received), 1, dtype=returning.dtype)
         kept[-1:] = 0
-        return made(self, returning, mix) * kept
+        return made(self, returning) * kept
 
     PartOfTokens._of_this_node = one_less  # type: ignore[method-assign]
 

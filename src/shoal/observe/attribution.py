@@ -60,7 +60,7 @@ class Attribution(NamedTuple):
         return f"{self.phase} of {self.module}" if self.module else self.phase
 
 
-class Allocating(NamedTuple):
+class AllocatingCode(NamedTuple):
     """Code that allocates, held so that no other takes its identity; None: what it is for says nothing of it."""
 
     code: CodeType
@@ -89,7 +89,7 @@ class Attributions:
         # From each of these numbers on, nodes belong to the module beside it.
         self._numbers: list[int] = [0]
         self._owners: list[str] = [""]
-        self._places: dict[int, Allocating] = {}
+        self._places: dict[int, AllocatingCode] = {}
 
     def __enter__(self) -> Attributions:
         self._shapes = {shape for plain in plain_tensors(self._parameters) for shape in _either_way(plain)}
@@ -150,7 +150,7 @@ class Attributions:
             # By identity: a code object's hash is of all that is in it, and this is asked for every frame.
             known = self._places.get(id(code))
             if known is None:
-                known = self._places[id(code)] = Allocating(code, _category_of(code))
+                known = self._places[id(code)] = AllocatingCode(code, _category_of(code))
             if known.category is not None:
                 return known.category
             frame = frame.f_back

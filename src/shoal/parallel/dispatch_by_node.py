@@ -54,9 +54,8 @@ class NodeDispatch:
         earlier = torch.ones(count, count, dtype=torch.bool, device=chosen.device).tril(-1)
         again = ((whose[:, :, None] == whose[:, None, :]) & earlier).any(-1)
         groups = self.split.parts * nodes
-        order = by_expert(
-            (whose + self._part_of_each(chosen) * nodes).masked_fill(again, groups).flatten(), groups
-        )
+        group = whose + self._part_of_each(chosen) * nodes
+        order = by_expert(group.masked_fill(again, groups).flatten(), groups)
         return self.inside.features.outgoing(x), order
 
     def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, TokensOfNodes]:
@@ -78,12 +77,8 @@ class NodeDispatch:
         """Each node is told how many tokens come and how many copies are for which of its experts; with that its ranks
         tell each other what they will pass on. Of each part.
         """
-        nodes, ranks, parts, experts = (
-            self.split.nodes,
-            self.split.ranks,
-            self.split.parts,
-            self.split.experts.count,
-        )
+        split = self.split
+        nodes, ranks, parts, experts = split.nodes, split.ranks, split.parts, split.experts.count
         leaving = torch.diff(order.ends.long(), prepend=order.ends.new_zeros(1, dtype=torch.int64))
         copies = chosen.new_zeros(parts * experts)
         whose = chosen + self._part_of_each(chosen) * experts
@@ -97,7 +92,7 @@ class NodeDispatch:
         here = self.inside.told(onward) if ranks > 1 else onward
         numbers = leaving.view(parts, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
         lengths = [each.shape[1] for each in numbers]
-        read = counts_on_host(torch.cat(numbers, 1), lengths, self.split, sizes, chosen.shape[1])
+        read = counts_on_host(torch.cat(numbers, 1), lengths, split, sizes, chosen.shape[1])
         return [
             Counts(sent, received, passed, arrived, here[:, number])
             for number, (sent, received, passed, arrived) in enumerate(read)
@@ -205,8 +200,11 @@ class PartOfTokens:
 
     def sent_home(self, returning: Tensor) -> Tensor:
         """What this node's experts made of each token that has come, added up, on its way to where that came from."""
+        return depart(self._of_this_node(returning), self.home)
+
+    def _of_this_node(self, returning: Tensor) -> Tensor:
         results = returning if self._alone else self.inside.results(returning)
-        return depart(mix(results, self.weights, self.here), self.home)
+        return mix(results, self.weights, self.here)
 
     def collected(self, returning: Tensor) -> Tensor:
         """The sum over nodes, of own tokens."""

@@ -351,15 +351,8 @@ def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWor
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
-    return (
-        kept
-        + of_shared
-        + gathered
-        + 3 * stream
-        + 2 * routed.whole / work.parts
-        + routed.sent
-        + routed.crossed
-    )
+    arrived = 2 * routed.whole / work.parts + routed.sent + routed.crossed
+    return kept + of_shared + gathered + 3 * stream + arrived
 
 
 def _working(

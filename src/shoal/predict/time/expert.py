@@ -4,10 +4,10 @@ All-to-alls end when the busiest rank has received its tokens (``facts/expert_lo
 shared expert, that one's products are computed meanwhile, forward and backward.
 
 Where experts are on several nodes, a token crosses to each once and is passed on inside it, in parts: one is passed on
-while the other crosses, or is computed (``_by_part``). How many nodes a token reaches is what even
-routing comes to, within the groups that the router limits it to. Other stacks send each copy to its rank, over the
-slow links (``Stack.sends_once``); pass on at once what has come (``Stack.passes_on``); or compute one micro-batch while
-the tokens of another travel (``Stack.expert_overlap``).
+while the other crosses, or is computed (``_by_part``). How many nodes a token reaches is what even routing comes to,
+within the groups that the router limits it to. Other stacks send each copy to its rank, over the slow links
+(``Stack.sends_once``); pass on at once what has come (``Stack.passes_on``); or compute one micro-batch while the tokens
+of another travel (``Stack.expert_overlap``).
 """
 
 from __future__ import annotations
