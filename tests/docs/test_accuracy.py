@@ -101,10 +101,10 @@ def test_steps_of_one_rank_on_an_h200(writer: ModuleType, measured: dict[str, li
 
 
 def test_families_that_nothing_was_fitted_on(writer: ModuleType, measured: dict[str, list[Any]]) -> None:
-    """Peaks are held to what is wanted, or to the blind prediction where that missed it; steps are on the page."""
+    """Peaks, but for one row of an engine that kept more; steps are on the page."""
     rows = measured["families"]
     assert len(rows) >= 24 and len({row.workload.model.family for row in rows}) == 6
-    for compiled, mean, worst in ((False, 0.005, 0.019), (True, 0.01, 0.03)):
+    for compiled, mean, worst in ((False, 0.003, 0.019), (True, 0.002, 0.005)):
         found = writer.predicted_tables.summary(
             peak for row in rows if row.case.compiled == compiled for peak in row.peaks
         )
@@ -119,7 +119,7 @@ def test_other_cases_of_the_families(writer: ModuleType, measured: dict[str, lis
     assert all(row.said is not None for row in rows)
     steps, peaks = summary(row.step for row in rows), summary(peak for row in rows for peak in row.peaks)
     assert steps.mean <= 0.05 and steps.worst <= 0.10, steps
-    assert peaks.mean <= 0.01 and peaks.worst <= 0.03, peaks
+    assert peaks.mean <= 0.002 and peaks.worst <= 0.005, peaks
 
 
 def test_the_calibration_is_used_for_those_rows_alone(writer: ModuleType) -> None:

@@ -39,8 +39,10 @@ def faults(run: Run) -> list[dict[str, Any]]:
 def test_a_stalled_rank_is_the_last_word_of_the_run(
     train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # Without commits: a rank that is stopped in one is given the time that a slow disk may take.
+    options = {"checkpoint__every": 0, "fault__stall": 2, "fault__max_restarts": 0}
     with stopped(tmp_path / "run", 1, after=5):
-        run = train(layout="fsdp=2", recipe__steps=100_000, fault__stall=2, fault__max_restarts=0)
+        run = train(layout="fsdp=2", recipe__steps=100_000, **options)
     assert run.report.code == FAILED
     first, *lines = run.report.message.splitlines()
     assert first.startswith("rank 1 stalled: in step ")
@@ -65,7 +67,8 @@ def test_a_stalled_rank_is_the_last_word_of_the_run(
 def test_after_a_stall_the_workers_are_restarted_and_the_curve_is_the_same(
     train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"recipe__steps": 30, "checkpoint__every": 5}
+    # The next commit is so far away that the rank is stopped before it.
+    options = {"recipe__steps": 40, "checkpoint__every": 10}
     with stopped(tmp_path / "stalled", 0, after=12):
         stalled = train("stalled", "pp=2", fault__stall=2, **options)
     assert stalled.report.code == FINISHED, stalled.report.message

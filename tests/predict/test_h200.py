@@ -19,7 +19,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory import ledger, rank_gradients
-from shoal.predict.memory.device import workspace
+from shoal.predict.memory.device import beside_tensors
 from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.memory.peaks import peaks
 from shoal.predict.memory.states import optimizer_states, parameters
@@ -81,7 +81,7 @@ def predicted_gib(row: Row) -> float:
     layout = Layout.parse(f"micro={sequences},recompute={recompute}")
     workload = Workload(MODELS[size], find("1xH200"), recipe, layout, stack)
     (rank,) = rank_inventories(workload)
-    resting = parameters(rank).device + optimizer_states(rank).device + workspace(workload)
+    resting = parameters(rank).device + optimizer_states(rank).device + beside_tensors(rank)
     # Shoal's loss lets go of a chunk's logits before it makes the next one's, and adds chunks' gradients of the weight
     # up in fp32; this one does neither.
     more, model = 0, MODELS[size]

@@ -362,7 +362,7 @@ def block_count(
         projections=narrow_elements(body.sparse if experts else body.dense, degrees.ranks, lora)
     )
     if experts and model.experts:
-        routed = _stack(model, degrees.tp, degrees.ep)
+        routed = expert_stack(model, degrees.tp, degrees.ep)
         stack = _counted(routed, degrees.expert_ranks, lora is None, frozen)
         if lora is not None and lora.base == "nf4":
             narrow = narrow_elements(routed, degrees.expert_ranks, lora)
@@ -375,7 +375,7 @@ def block_count(
 
 
 @cache
-def _stack(model: Model, tp: int, ep: int) -> Component:
+def expert_stack(model: Model, tp: int, ep: int) -> Component:
     """One rank's experts of one layer."""
     sparse = next(layer for layer in range(model.layers) if model.has_experts(layer))
     return component_of(expert_tensors(model, tp, ep, Stage(0, range(sparse, sparse + 1), False, False)))

@@ -26,7 +26,8 @@ from shoal.observe.attribution import Attribution
 from shoal.observe.collectives import IssuedCall
 from shoal.observe.memory import AllocationSite
 from shoal.predict.memory import ledger, ledgers
-from shoal.predict.memory.device import on_top, workspace
+from shoal.predict.memory.device import beside_tensors, on_top
+from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.offload_cut import shard_of
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -155,7 +156,8 @@ def _ledger(
     workload: Workload, stage: int, held: dict[str, int], at: Attribution | None, step: Step
 ) -> Ledger:
     own = dict.fromkeys(CATEGORIES, 0)
-    for category, size in (*held.items(), ("buffers", workspace(workload))):
+    rank = tuple(rank_inventories(workload))[stage]
+    for category, size in (*held.items(), ("buffers", beside_tensors(rank))):
         own[PART_OF.get(category, category)] += size
     peak = sum(own.values())
     band = on_top(workload, peak)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from shoal.facts.layout.offload import leaves_early
 from shoal.facts.ledger import Ledger
-from shoal.predict.memory.device import host_share, nvme_share, on_top, workspace
+from shoal.predict.memory.device import beside_tensors, host_share, nvme_share, on_top
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_backward import ConsumedGradients
 from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
@@ -76,7 +76,7 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
         "optimizer": round(optimizer.device),
         "activations": round(peak.activations),
         "logits": round(peak.logits),
-        "buffers": round(peak.buffers) + workspace(workload),
+        "buffers": round(peak.buffers) + beside_tensors(rank),
     }
     allocated = sum(device.values())
     band = on_top(workload, allocated + round(gradients.in_other_streams(peak.grads)))

@@ -1,10 +1,12 @@
-"""Device memory beyond tensors: workspaces, fragmentation, CUDA context, communicators."""
+"""Device memory beyond tensors: workspaces, what the allocator adds, CUDA context, communicators."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from shoal.facts.cluster import Cluster
+from shoal.predict.memory.inventory import RankInventory
+from shoal.predict.memory.unsplit import unsplit
 from shoal.predict.workload import Workload
 
 # cuBLAS and cuBLASLt take 32 MiB each from torch's allocator on Hopper, seen as 0.067 GiB before the first step.
@@ -33,9 +35,9 @@ class Band(NamedTuple):
     p90: int  # the total at the 90th percentile of fragmentation
 
 
-def workspace(workload: Workload) -> int:
-    """What libraries take from torch's allocator, and no tensor shows."""
-    return 0 if workload.cluster.device.name == "cpu" else WORKSPACE
+def beside_tensors(rank: RankInventory) -> int:
+    """What libraries take from torch's allocator, and what it grants with tensors beyond what they ask for."""
+    return 0 if rank.workload.cluster.device.name == "cpu" else WORKSPACE + round(unsplit(rank))
 
 
 def on_top(workload: Workload, allocated: int) -> Band:

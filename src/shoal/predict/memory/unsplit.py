@@ -1,0 +1,72 @@
+"""What torch's CUDA allocator grants with weights and states beyond what they ask for.
+
+It cuts large blocks out of segments of whole 2 MiB, and what remains of one stays with the block where that is no more
+than 1 MiB. Shapes whose bytes are powers of two lose nothing; a matrix of 1,600 × 6,400 in fp32 loses 0.94 of 40 MiB,
+and a GPT-2 XL in that way 2 % of its weights and states. What comes and goes in a step is cut out of blocks that lie
+around, where nobody knows what remains: of that nothing is counted. Expandable segments, where a user asks for them,
+lose nothing either.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
+from shoal.facts.optimizers import states_per_element
+from shoal.predict.memory.inventory import RankInventory
+from shoal.predict.rank_parameters import Component, expert_stack, padded_size, rank_parameters
+
+MIB = 2**20
+# As torch's allocator has it: blocks above 1 MiB come from segments of 20 MiB, from 10 MiB on from one of their own.
+SHARED_SEGMENT, OWN_SEGMENT, STEP = 20 * MIB, 10 * MIB, 2 * MIB
+UNSPLIT = MIB  # the most that is left with a block
+
+
+def granted(size: float) -> float:
+    """Bytes that a tensor of ``size`` takes in a fresh segment; of those that share one, on average."""
+    if size <= MIB:
+        return size
+    together = 1 if size >= OWN_SEGMENT else int(SHARED_SEGMENT // size)
+    segment = -(-size // STEP) * STEP if size >= OWN_SEGMENT else SHARED_SEGMENT
+    left = segment - together * size
+    return size + (left / together if left <= UNSPLIT else 0)
+
+
+def unsplit(rank: RankInventory) -> float:
+    """Bytes of a rank of our engine, whose weights and states are tensors of their own."""
+    workload, hold = rank.workload, rank.hold
+    if (
+        workload.cluster.device.name == "cpu"
+        or workload.stack.weights != "working"
+        or workload.lora is not None
+    ):
+        return 0.0
+    found = _beyond(rank, hold.weight) * (1 - rank.offloaded("params"))
+    if not rank.sharded and workload.layout.shards > 1:
+        return found  # states of ``zero`` 1 and 2 are ranges of flat buckets
+    count = states_per_element(workload.recipe.optimizer) + (workload.recipe.ema > 0)
+    states = count * _beyond(rank, hold.moments / count) if count else 0.0
+    if hold.master:
+        states += _beyond(rank, hold.master)
+    return found + states * (1 - rank.offloaded("optimizer"))
+
+
+def _beyond(rank: RankInventory, width: float) -> float:
+    """With one tensor of so many bytes an element for each parameter, or for this rank's rows of it."""
+    layout, model = rank.workload.layout, rank.workload.model
+    here = rank_parameters(layout, model, rank.workload.cut_by, rank.number)
+    groups = rank.workload.groups if rank.sharded else {}
+    ranks = groups[DENSE].sharded.size if groups else 1
+    blocks = (here.dense, here.dense_block), (here.sparse, here.sparse_block)
+    ends = ((1, one) for one in (here.embedding, here.norm, here.head))
+    found = sum(times * _of_component(one, ranks, width) for times, one in (*blocks, *ends) if times)
+    if here.sparse:
+        ranks = groups[EXPERTS].sharded.size if groups else 1
+        found += here.sparse * _of_component(expert_stack(model, layout.tp, layout.ep), ranks, width)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _of_component(component: Component, ranks: int, width: float) -> float:
+    sizes = [width * padded_size(tensor, ranks) / ranks for tensor in component.tensors]
+    return sum(granted(size) - size for size in sizes)
