@@ -1,7 +1,7 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
 ``python benchmarks/predicted.py SET [FIRST [LAST]]``, SET one of alone, shared, blind, families, families-compiled,
-fresh, fresh-compiled, axes: a row a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank
+fresh, fresh-compiled, unseen, unseen-compiled, axes: a row a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank
 and the step's seconds; FIRST and LAST are the numbers of the first and the last case. Ranks that share a GPU have the
 memory of others, but not their speed. ``python benchmarks/predicted.py say SET`` writes down, without a GPU, what is
 predicted of a set before it is measured (``results/said.jsonl``); its rows then carry that along.
@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -205,6 +205,22 @@ FRESH = (
     Case("gpt2-xl", "micro=8", 1024, 8, {"dropout": 0.1}, {"layers": 24}),
 )
 
+# Of widths that nothing was measured of before, eager and compiled; chosen and predicted on a machine without a GPU.
+UNSEEN = (
+    Case("gpt-neox-20b", "micro=2", 2048, 2, changes={"layers": 6}),
+    Case("gpt-neox-20b", "micro=4,recompute=full", 2048, 8, HALF, {"layers": 8}),
+    Case("qwen2.5-14b", "micro=1", 4096, 2, changes={"layers": 6}),
+    Case("qwen2.5-14b", "micro=4,recompute=selective", 1024, 4, HALF, {"layers": 8}),
+    Case("qwen3-32b", "micro=1", 4096, 1, HALF, {"layers": 6}),
+    Case("qwen3-32b", "micro=2,recompute=full", 2048, 4, changes={"layers": 4}),
+    Case("mistral-7b", "micro=2", 3072, 6, changes={"layers": 8}),
+    Case("mistral-7b", "micro=1,recompute=selective", 12288, 1, HALF, {"layers": 12}),
+    Case("gpt3-175b", "micro=2", 2048, 2, HALF, {"layers": 2}),
+    Case("gpt2", "micro=32", 512, 32, {"dropout": 0.1}),
+    Case("llama3-70b", "micro=1", 8192, 1, HALF, {"layers": 3}),
+    Case("llama2-13b", "micro=3", 1536, 3, {"precision": "fp16"}, {"layers": 8}),
+)
+
 # Sequences and experts that ranks share out.
 AXES = (
     Case(SMALL, "cp=2,micro=1", 8192, 1),
@@ -331,20 +347,14 @@ def said_of(case: Case) -> dict[str, Any]:
     return {"said": found[-1]} if found else {}
 
 
+def compiled(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple(replace(case, compiled=True) for case in cases)
+
+
 def main() -> None:
-    compiled, fresh_compiled = (
-        tuple(replace(case, compiled=True) for case in cases) for cases in (FAMILIES, FRESH)
-    )
-    kinds = {
-        "alone": ALONE,
-        "shared": SHARED,
-        "blind": BLIND,
-        "families": FAMILIES,
-        "families-compiled": compiled,
-        "fresh": FRESH,
-        "fresh-compiled": fresh_compiled,
-        "axes": AXES,
-    }
+    kinds = {"alone": ALONE, "shared": SHARED, "blind": BLIND, "axes": AXES}
+    for name, cases in (("families", FAMILIES), ("fresh", FRESH), ("unseen", UNSEEN)):
+        kinds[name], kinds[f"{name}-compiled"] = cases, compiled(cases)
     if sys.argv[1:2] == ["say"] and len(sys.argv) == 3 and sys.argv[2] in kinds:
         say(kinds[sys.argv[2]])
         return

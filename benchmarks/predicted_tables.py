@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from predicted import ALONE, BLIND, FAMILIES, FRESH, SHARED, Case
+from predicted import ALONE, BLIND, FAMILIES, FRESH, SHARED, UNSEEN, Case, compiled
 
 from shoal.facts.calibration import file
 from shoal.facts.calibration.measurements import Measurements
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "predicted.jsonl"
 CALIBRATIONS = HERE / "data" / "calibration"
 DEVICE = "H200"
-Kind = Literal["alone", "shared", "families", "fresh"]
+Kind = Literal["alone", "shared", "families", "fresh", "unseen"]
 # Until then the engine widened every gradient, and added the chunks' gradients of the head's weight up afterwards; and
 # steps were measured one by one. Such rows are held against the engine as it was.
 LEANER_SINCE = "2026-11-17T23:00:00Z"
@@ -113,8 +113,11 @@ def _kind(row: dict[str, Any]) -> Kind:
     if "said" not in row:
         found: Kind = row["kind"]
         return found
-    fresh = {_name(asdict(replace(case, compiled=compiled))) for case in FRESH for compiled in (False, True)}
-    return "fresh" if _name(row) in fresh else "families"
+    later: dict[Kind, tuple[Case, ...]] = {"fresh": FRESH, "unseen": UNSEEN}
+    for kind, cases in later.items():
+        if _name(row) in {_name(asdict(case)) for case in (*cases, *compiled(cases))}:
+            return kind
+    return "families"
 
 
 def _name(case: dict[str, Any]) -> str:
@@ -152,6 +155,7 @@ def section() -> Iterator[str]:
     """Everything that the page says of them."""
     with calibrated() as calibration:
         alone, shared, families, fresh = rows("alone"), rows("shared"), rows("families"), rows("fresh")
+        unseen = rows("unseen")
     yield from _circumstances(calibration)
     yield ""
     yield "### One rank"
@@ -186,6 +190,15 @@ def section() -> Iterator[str]:
     )
     yield from _families(fresh)
     yield ""
+    if unseen:
+        yield "### Other widths"
+        yield ""
+        yield from prose(
+            "Of widths that nothing was measured of before, chosen and predicted on a machine without a GPU",
+            f"(tree {_trees(unseen)}).",
+        )
+        yield from _families(unseen)
+        yield ""
     yield "### What was not measured"
     yield ""
     yield from _not_measured()
@@ -336,8 +349,8 @@ def _not_measured() -> Iterator[str]:
     rows_there = measured()
     have = {_name(row) for row in rows_there}
     models = ", ".join(sorted({row["model"] for row in rows_there}))
-    compiled = [replace(case, compiled=True) for case in (*FAMILIES, *FRESH)]
-    listed_cases = (*ALONE, *SHARED, *BLIND, *FAMILIES, *FRESH, *compiled)
+    both = (*FAMILIES, *FRESH, *UNSEEN)
+    listed_cases = (*ALONE, *SHARED, *BLIND, *both, *compiled(both))
     missing = [case for case in listed_cases if _name(asdict(case)) not in have]
     yield from prose(
         "- Several GPUs: ranks of one layout shared one, so neither the time of a layout with more than one rank nor",

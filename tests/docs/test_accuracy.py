@@ -36,7 +36,7 @@ def measured(writer: ModuleType) -> dict[str, list[Any]]:
     """What was measured on an H200 beside what is predicted with that machine's calibration."""
     tables = writer.predicted_tables
     with tables.calibrated():
-        return {kind: tables.rows(kind) for kind in ("alone", "shared", "families", "fresh")}
+        return {kind: tables.rows(kind) for kind in ("alone", "shared", "families", "fresh", "unseen")}
 
 
 @pytest.fixture(scope="module")
