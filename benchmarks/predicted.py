@@ -1,11 +1,11 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py SET [FIRST [LAST]]``, SET one of alone, shared, blind, families, families-compiled,
-fresh, fresh-compiled, unseen, unseen-compiled, axes: a row a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank
-and the step's seconds; FIRST and LAST are the numbers of the first and the last case. Ranks that share a GPU have the
-memory of others, but not their speed. ``python benchmarks/predicted.py say SET`` writes down, without a GPU, what is
-predicted of a set before it is measured (``results/said.jsonl``); its rows then carry that along.
-Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
+``python benchmarks/predicted.py SET [FIRST [LAST]]``, SET one of alone, shared, blind, axes, families, fresh, unseen,
+and of the last three compiled too (families-compiled): a row a case in ``results/predicted.jsonl``, with the peak of
+allocated bytes of every rank and the step's seconds; FIRST and LAST are the numbers of the first and the last case.
+Ranks that share a GPU have the memory of others, but not their speed. ``python benchmarks/predicted.py say SET`` writes
+down, without a GPU, what is predicted of a set before it is measured (``results/said.jsonl``); its rows then carry that
+along. Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 
 from __future__ import annotations
