@@ -9,6 +9,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # The development environment but for torch, with hashes, for the Python that it was made for.
 LOCK := requirements/dev.lock
+# Versions of what test-system needs beside it, for that Python too.
+CONSTRAINTS = $$($(BIN)/python -c 'import sys; print(("/dev/null", "requirements/system.txt")[sys.version_info[:2] == (3, 11)])')
 
 .PHONY: setup lock test lint types floors pytest test-system test-full demo clean
 
@@ -54,7 +56,7 @@ pytest: setup
 
 # Tests that take long, and tests that need system packages or root.
 test-system: setup
-	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "not all of [system] could be installed: tests of what is missing are skipped"
+	@$(BIN)/python -m pip install -qq --constraint $(CONSTRAINTS) --editable '.[system]' || echo "not all of [system] could be installed: tests of what is missing are skipped"
 	@apt-get update -qq > /dev/null 2>&1 || true
 	@command -v chromium > /dev/null || apt-get install -qq -y chromium > /dev/null 2>&1 || echo "no chromium: pages are not opened in a browser"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"

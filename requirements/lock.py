@@ -3,6 +3,9 @@
 Versions are what pip chooses today for ``.[hf,dev]`` on Python 3.11; hashes are those of every wheel for that Python,
 on any platform, and of the source, as the package index that pip is set to lists them. Torch is left to its range in
 ``pyproject.toml``, with what it alone needs: its builds differ by device, and come from other places.
+
+And ``system.txt``, the versions alone of what ``make test-system`` needs beside that, as constraints: with them pip has
+nothing to search for, which takes it minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Mapping
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -30,17 +34,20 @@ PYTHON = (3, 11)
 # Beside the environment itself: what installs it, and what builds Shoal.
 TOOLS = ("pip", "setuptools>=77")
 NOT_LOCKED = re.compile(r"shoal|torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*")
+SYSTEM_HEAD = "# Constraints of make test-system's packages on Python 3.11. Written by make lock.\n"
 HEAD = """\
 # The development environment on Python 3.11 but for torch; make setup installs it. Written by make lock.
 """
 
 
-def chosen() -> dict[str, str]:
+def chosen(extras: str, constraints: Mapping[str, str] | None = None) -> dict[str, str]:
     """Names and versions that pip would install into an empty environment."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        report, fixed = Path(folder) / "report.json", Path(folder) / "fixed.txt"
+        fixed.write_text("".join(f"{name}=={version}\n" for name, version in (constraints or {}).items()))
         ask = [*pip(), "install", "-qq", "--dry-run", "--ignore-installed", "--report", str(report)]
-        subprocess.run([*ask, f"{HERE.parent}[hf,dev]", *TOOLS], check=True)
+        ask += ["--constraint", str(fixed)]
+        subprocess.run([*ask, f"{HERE.parent}[{extras}]", *TOOLS], check=True)
         found = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     versions = {canonicalize_name(one["name"]): one["version"] for one in found}
     return {name: versions[name] for name in sorted(versions) if not NOT_LOCKED.fullmatch(name)}
@@ -94,12 +101,21 @@ def pip() -> list[str]:
 def main() -> None:
     if sys.version_info[:2] != PYTHON:
         sys.exit("make lock needs Python 3.11, for which the lock is")
-    lines = [HEAD]
-    for name, version in chosen().items():
+    lines, locked = [HEAD], chosen("hf,dev")
+    for name, version in locked.items():
         each = [f"    --hash=sha256:{digest}" for digest in hashes(name, version)]
         lines.append(" \\\n".join([f"{name}=={version}", *each]) + "\n")
     (HERE / "dev.lock").write_text("".join(lines), encoding="utf-8")
     print(f"wrote {HERE / 'dev.lock'}: {len(lines) - 1} packages")
+    write_system(locked)
+
+
+def write_system(locked: dict[str, str]) -> None:
+    """What is locked stays as it is."""
+    beside = chosen("hf,dev,system", locked)
+    lines = [SYSTEM_HEAD, *(f"{name}=={version}\n" for name, version in beside.items() if name not in locked)]
+    (HERE / "system.txt").write_text("".join(lines), encoding="utf-8")
+    print(f"wrote {HERE / 'system.txt'}: {len(lines) - 1} packages")
 
 
 if __name__ == "__main__":

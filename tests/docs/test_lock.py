@@ -1,4 +1,4 @@
-"""``requirements/dev.lock``: complete, hashed, of versions that ``pyproject.toml`` allows, and naming no host."""
+"""What `make setup` and `make test-system` install: complete, of versions that are allowed, and naming no host."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ def test_what_is_declared_is_locked_but_for_torch() -> None:
             assert one.specifier.contains(version), f"{one} but {version}: make lock writes it anew"
     # What installs it and what builds Shoal without a look at the network.
     assert {"pip", "setuptools"} <= LOCKED.keys()
+
+
+def test_what_system_tests_need_is_constrained_to_versions_that_are_allowed() -> None:
+    lines = (ROOT / "requirements" / "system.txt").read_text().splitlines()[1:]
+    versions = dict(line.split("==") for line in lines)
+    assert not versions.keys() & LOCKED.keys() and not any(name.startswith("torch") for name in versions)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for text in (*extras["system"], *extras["track"]):
+        one = Requirement(text)
+        if one.name != "shoal":
+            version = (versions | LOCKED)[canonicalize_name(one.name)]
+            assert one.specifier.contains(version), f"{one} but {version}: make lock writes it anew"

@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "kind"), thinned(CASES, 4))
+@pytest.mark.parametrize(("family", "layout", "kind"), thinned(CASES, 6))
 def test_no_layout_changes_the_run(
     make_prover: Callable[..., Prover], shape_of: Callable[..., str], family: str, layout: str, kind: str
 ) -> None:
@@ -152,7 +152,7 @@ TWINS: list[tuple[str, str, list[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "targets", "recipe"), thinned(TWINS, 4), ids=str)
+@pytest.mark.parametrize(("family", "layout", "targets", "recipe"), thinned(TWINS, 6), ids=str)
 def test_memory_and_traffic_are_what_is_predicted(
     family: str, layout: str, targets: list[str], recipe: dict[str, Any]
 ) -> None:
@@ -173,7 +173,7 @@ FOUR_BITS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "kind"), thinned(FOUR_BITS, 2))
+@pytest.mark.parametrize(("layout", "kind"), thinned(FOUR_BITS, 4))
 def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, kind: Any) -> None:
     """Projections and routed experts are packed; routers rest as the run computes."""
     shape = (
