@@ -144,7 +144,7 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
     [
         "dp=2",
         pytest.param("fsdp=2,offload=optimizer:0.7@nvme", marks=pytest.mark.long),
-        pytest.param("fsdp=2,offload=params", marks=pytest.mark.long),
+        pytest.param("fsdp=2,offload=params", marks=pytest.mark.full),
     ],
 )
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(

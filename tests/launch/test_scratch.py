@@ -90,8 +90,10 @@ def test_states_in_files_change_no_bit_of_a_run(train: Train, tmp_path: Path) ->
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("states", ["optimizer", "params"])
+@pytest.mark.parametrize(
+    "states",
+    [pytest.param("optimizer", marks=pytest.mark.long), pytest.param("params", marks=pytest.mark.full)],
+)
 def test_a_launcher_that_is_killed_leaves_files_which_the_next_start_removes(
     train: Train, settings: Callable[..., list[str]], tmp_path: Path, states: str
 ) -> None:

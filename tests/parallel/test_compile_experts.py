@@ -163,7 +163,7 @@ GROUPS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "cases"), thinned(GROUPS, 2), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("world", "cases"), thinned(GROUPS, 3), ids=lambda value: str(value)[:60])
 def test_numbers_graphs_and_traffic(world: int, cases: list[Case]) -> None:
     compiled = [replace(case, compiled=True) for case in cases]
     for rank, found in enumerate(run_ranks(world, work, [*cases, *compiled])):

@@ -176,9 +176,11 @@ def choose(
     hunts: Sequence[BestFirst],
     others: Sequence[HuntResult],
     against: Replicas,
+    simpler: dict[tuple[object, ...], Priced],
 ) -> Chosen | None:
     """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that
-    went beyond what may be chosen, for the fastest of all.
+    went beyond what may be chosen, for the fastest of all. ``simpler``: found by an earlier choice from the same, and
+    not searched for again.
     """
     if replicas_only(asked.cluster):
         workload = replace(asked, layout=Layout(dp=bounds.devices))
@@ -194,7 +196,10 @@ def choose(
     first = min(pool, key=_seconds)
     rival = planned(first, against)
     known = min((one for one in pool if one.step.seconds <= rival.limit), key=rank_of)
-    simplest = Simplest(asked, bounds, room, hunts[0].space, rival.limit, known).run(EFFORT)
+    key = hunts[0].space.key, rival.limit, known.candidate
+    if key not in simpler:
+        simpler[key] = Simplest(asked, bounds, room, hunts[0].space, rival.limit, known).run(EFFORT)
+    simplest = simpler[key]
     runs = supported(first.workload) == RUNS
     beyond = (one for hunt in others for one in hunt.accepted[:POOL])
     able = [first, *(one for one in beyond if not runs or supported(one.workload) == RUNS)]

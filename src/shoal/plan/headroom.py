@@ -19,10 +19,10 @@ from shoal.predict.memory.device import FRAGMENTED
 GIB = 2**30
 # Of so many measured ranks, the share of those that reserved more than so many times what was predicted.
 RANKS, LEAST = 66, 20 * GIB
-MORE_THAN = ((1.0, 1.0), (1.0055, 0.95), (1.02, 0.75), (1.0304, 0.5), (1.0572, 0.25))
+MORE_THAN = ((1.0, 1.0), (1.0055, 0.95), (1.0184, 0.75), (1.0291, 0.5), (1.0577, 0.2))
 # And by how much more than the last of these, on average, those did that reserved more. Beyond it the share falls as
 # that of an exponential distribution does.
-BEYOND = 0.014
+BEYOND = 0.0146
 
 FIX = "a fraction of the device's memory, as in --headroom 0.1, or a size, as in --headroom 8GiB"
 UNITS = {"": None, "%": None, "gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}

@@ -174,7 +174,11 @@ def search(
     if not able or (top > 1 and elsewhere is None):
         beyond = hunted(most, everything)
     found = [hunt.found for hunt in beyond]
+    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
+    simpler: dict[tuple[object, ...], Priced] = {}
     if elsewhere is not None:
+        if able:  # among what is known by now, while the other process goes on, which seldom finds more to choose from
+            choose(asked, bounds, choosing, hunts, found, against, simpler)
         found = [received(one, asked) for one in elsewhere()]
     if not able:
         chosen_from, choosing = beyond, most
@@ -183,13 +187,12 @@ def search(
         if _seconds(found, wide) * DEAR < _seconds(hunts):
             offloading = hunted(choosing, wide)
             chosen_from = offloading if _seconds(offloading) * DEAR < _seconds(hunts) else chosen_from
-    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     priced = len(known)
     if elsewhere is not None:
         priced += sum(len(one.accepted) + len(one.lost) for one in found)
     every = found if not elsewhere and beyond is hunts else [*(hunt.found for hunt in hunts), *found]
     plans = _ranked(every, top, against, stack is SHOAL)
-    chosen = choose(asked, bounds, choosing, chosen_from, every, against)
+    chosen = choose(asked, bounds, choosing, chosen_from, every, against, simpler)
     at_best = min((hunt.at_best for hunt in found if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,

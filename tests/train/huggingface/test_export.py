@@ -194,15 +194,15 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: Output) -> None:
     assert shoal(tmp_path / "checkpoints", "--to", "hf", tmp_path / "out", "--dtype", "bf16") == 0
 
 
-WIDE = {"layers": 24, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 264}
+WIDE = {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 264}
 
 
 def test_no_process_holds_the_model(tmp_path: Path) -> None:
-    """250 MB of weights pass through less than half of that: what is read at a time, and its copy."""
+    """130 MB of weights pass through less than half of that: what is read at a time, and its copy."""
     model = PRESETS["tiny"].model_copy(update=WIDE)
     run_ranks(1, _commit, model, tmp_path)
     ((grown, size),) = run_ranks(1, _export, tmp_path)
-    assert size > 200e6
+    assert size > 100e6
     assert grown < size / 2, (grown, size)
 
 
