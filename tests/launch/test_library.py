@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tests.docs.shown import words_of
 from torch import nn
+from torch.distributed import TCPStore
 
 import shoal
 
@@ -95,6 +97,23 @@ def test_a_function_of_a_notebook_is_launched_and_trains_the_same() -> None:
 
     for losses in shoal.launch(in_a_cell, "fsdp=2,zero=1"):
         assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_copies_do_not_tidy_up_what_was_thrown_away_before_them() -> None:
+    """A store's server has a thread, which a copy of this process has not: it would be waited for in vain."""
+
+    def collects() -> int:
+        return gc.collect()
+
+    gc.collect()
+    gc.disable()
+    try:
+        circle: list[object] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        circle.append(circle)
+        del circle
+        assert len(shoal.launch(collects, "dp=2", timeout=60.0)) == 2
+    finally:
+        gc.enable()
 
 
 def test_a_failing_rank_is_named() -> None:

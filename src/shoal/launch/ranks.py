@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,8 @@ def run_ranks(
     are copies of this process, in which everything is found.
     """
     context: Any = multiprocessing.get_context(start)
+    if start == "fork":
+        gc.collect()  # see _work
     meeting = rendezvous.LoopbackRendezvous("ranks", seconds)
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
@@ -111,6 +114,9 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    # A copy has its original's garbage too. What ends with it waits for threads that are not here, as a store does for
+    # that of its server: it is never collected.
+    gc.freeze()
     os.umask(OWNER_ONLY)
     redact_output()
     try:

@@ -6,6 +6,7 @@ found is always among them.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,7 +107,8 @@ def _searched(requests: Sequence[PlanRequest]) -> Iterator[Cell]:
     if workers < 2 or multiprocessing.get_start_method() != "fork":
         yield from map(_other, requests)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    # What this process has thrown away and not tidied up yet may wait for its threads, which copies do not have.
+    with ProcessPoolExecutor(workers, initializer=gc.freeze) as pool:
         yield from pool.map(_other, requests)
 
 
