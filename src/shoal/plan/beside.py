@@ -6,6 +6,7 @@ leave behind, or that process fails, the work is done here instead, when its res
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -45,6 +46,7 @@ def may_fork() -> bool:
 def _work(work: Callable[[], Any], writing: int) -> None:
     """In the new process, which ends here whatever happens: nothing of its parent's is written or tidied up twice."""
     try:
+        gc.freeze()  # what the parent has thrown away is not tidied up here either
         found = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(found)
