@@ -2,8 +2,8 @@
 
 It cuts large blocks out of segments of whole 2 MiB, and what remains of one stays with the block where that is no more
 than 1 MiB. Shapes whose bytes are powers of two lose nothing; a matrix of 1,600 × 6,400 in fp32 loses 0.94 of 40 MiB,
-and a GPT-2 XL in that way 2 % of its weights and states. What comes and goes in a step is cut out of blocks that lie
-around, where nobody knows what remains: of that nothing is counted. Expandable segments, where a user asks for them,
+and a GPT-2 XL in that way 2 % of its weights and states. What comes and goes in a step is cut out of free blocks of
+any size, so what remains of these is not known: it is not counted. Expandable segments, where a user asks for them,
 lose nothing either.
 """
 
