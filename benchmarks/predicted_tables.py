@@ -230,7 +230,7 @@ def _circumstances(calibration: Measurements) -> Iterator[str]:
         "its weights and a loss without logits; what it holds was counted before the first of them was measured. One",
         "thing was added since: what torch's allocator leaves with weights and states whose bytes are no whole MiB",
         "(`predict/memory/unsplit.py`), which rows of GPT-2 XL showed. It follows from the allocator's rules, fits",
-        "nothing, and is nothing for the shapes of this table; for peaks they are a blind test.",
+        "nothing, and is next to nothing for the shapes of this table; for peaks they are a blind test.",
     )
 
 
