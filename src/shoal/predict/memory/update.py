@@ -94,8 +94,8 @@ def passing(rank: RankInventory) -> float:
 def _orthogonalised(sharing: Sharing, rank: int, given: float, width: int, taken: float) -> float:
     """The peak of Muon's rounds: as a rank's parts are computed, assembled, orthogonalised, or applied.
 
-    ``given`` and ``taken``: bytes per element of a part during the first and the last of these. Orthogonalising a matrix holds it as
-    received, as it is and as it will be, plus two squares of its shorter side.
+    ``given`` and ``taken``: bytes per element of a part during the first and the last of these. Orthogonalising a
+    matrix holds it as received, as it is and as it will be, plus two squares of its shorter side.
     """
     chosen = matrices_of(sharing, rank, lambda name, size: rule_of("muon", name, size) == "muon")
     own, together = ranges_by_label(sharing, rank), members(sharing, rank)
