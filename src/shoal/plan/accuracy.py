@@ -19,34 +19,34 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One published run beside its prediction."""
+    """One published run and its prediction."""
 
     id: str
     source: str
     layout: str
     predicted_step_s: float
-    measured_step_s: float | None  # None: it ran out of memory, or no time was published
-    error: float | None  # predicted over measured, less one
+    measured_step_s: float | None  # None if it ran out of memory, or no time was published
+    error: float | None  # predicted over measured, minus 1
     fits: bool
-    predicted_mem_gib: float  # of the kind that the row reports
+    predicted_mem_gib: float  # of the kind of memory that the row reports
     measured_mem_gib: float | None
     status: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """The errors of one source's rows, over those with a measured time."""
+    """Errors over one source's rows with a measured time."""
 
     n: int
     mean_abs_error: float | None
     max_abs_error: float | None
-    bias: float | None  # the mean with its sign
+    bias: float | None  # signed mean
     rows: int
-    fit: int  # rows that are judged to fit
+    fit: int  # rows predicted to fit
 
 
 def judged(runs: Iterable[PublishedRun]) -> list[AccuracyRow]:
-    """Every run, also one that does not fit or that ran out of memory."""
+    """Predict every run, also those that do not fit or that ran out of memory."""
     return [_row(run) for run in runs]
 
 
@@ -58,14 +58,14 @@ def sources(rows: Iterable[AccuracyRow]) -> dict[str, Source]:
 
 
 def worst(rows: Iterable[AccuracyRow], count: int) -> list[AccuracyRow]:
-    """Those that are furthest off, the worst first."""
+    """The rows with the largest errors, worst first."""
     timed = [(abs(row.error), row) for row in rows if row.error is not None]
     return [row for _, row in sorted(timed, key=lambda pair: -pair[0])[:count]]
 
 
 def ratios(runs: Iterable[PublishedRun], rows: Iterable[AccuracyRow]) -> list[float]:
-    """How far the ratio of two predictions is off, of every two layouts that one source ran of one model with one batch
-    on as many devices of one kind.
+    """The error in the ratio of two predictions, for every two layouts that one source ran with the same model, batch,
+    device kind and device count.
     """
     errors = {row.id: row.error for row in rows if row.error is not None}
     alike: dict[tuple[object, ...], list[tuple[str, float]]] = {}
@@ -109,7 +109,7 @@ def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
 
     A row was run: where no choice fits, the ledger is off, and people choose for speed.
 
-    Of several stacks the likeliest counts, unless only another one's run would have fitted.
+    Of several stacks the most likely one counts, unless only another one's run would have fitted.
     """
     asked = [(workload, ledger(workload), step(workload)) for workload in run.workloads]
     fitting = [one for one in asked if one[1].fits]

@@ -1,4 +1,4 @@
-"""Lengths of time, money and counts, as people write them."""
+"""Durations, money and counts, as people write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 100 * YEAR
 
 
 def read_deadline(text: str, problems: list[Problem]) -> float | None:
-    """Seconds: ``30d``, ``36h``, ``6w``, ``90 days``, ``3 months``; ``m`` alone could be two of these."""
+    """Seconds: ``30d``, ``36h``, ``6w``, ``90 days``, ``3 months``; a bare ``m`` is ambiguous."""
     match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([a-z]+)\s*", text.lower())
     word = match[2].removesuffix("s") if match and len(match[2]) > 2 else match and match[2]
     unit = WORDS.get(word, word) if word else None
@@ -48,5 +48,5 @@ def short(count: float) -> str:
 
 
 def seconds_per_step(seconds: float) -> str:
-    """``0.3296``, ``24.31``, ``1,530``: four digits, and never an exponent."""
+    """``0.3296``, ``24.31``, ``1,530``: four digits, never an exponent."""
     return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.4g}"

@@ -1,4 +1,4 @@
-"""Whether the batch is the limit, and which one would not be: tried, not guessed."""
+"""Check whether the batch limits throughput, and which batch would not: by planning it, not by guessing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
 
-# A batch that leaves less than this of what replicas would do holds the devices up.
+# The batch is the limit if devices reach less than this share of what replicas would.
 HELD_UP = 0.7
-# Another batch that gives less than this is not worth changing a recipe for.
+# A gain below this is not worth changing a recipe for.
 WORTH_IT = 0.02
-# Where this much of the memory is free, it is not for want of memory that devices share sequences.
+# With this much memory free, sequences are not split over devices for lack of memory.
 SPARE = 0.75
-# Sequences that several devices share for their length, and not for want of others.
+# Sequences this long are split over devices because of their length.
 LONG = 32768
-# Where a search takes long, another batch is named and not tried.
+# Beyond this many devices a search is slow, so another batch is named but not tried.
 MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Another batch, or another number of devices, with its plan; ``gain`` in tokens/s of a device."""
+    """Another batch, or another device count, with its plan; ``gain`` is in tokens/s per device."""
 
     batch: int
     devices: int
@@ -46,12 +46,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """What a batch costs, and what to take instead."""
+    """What a batch costs, and what to use instead."""
 
     batch: int
     devices: int
     data_ranks: int
-    offers: list[Offer]  # none where none was tried
+    offers: list[Offer]  # empty if none was tried
     fewer: Offer | None  # the same batch on one node
 
     @property
@@ -83,9 +83,9 @@ class BatchAdvice:
 
 
 def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
-    """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
+    """None if every device can have sequences of its own, or the model needs several devices per sequence anyway."""
     batch, devices = asked.recipe.batch, plan.world
-    long = asked.recipe.seq >= LONG and plan.layout.cp > 1  # so that several devices share a sequence
+    long = asked.recipe.seq >= LONG and plan.layout.cp > 1  # so several devices split a sequence
     if batch in near(batch, devices) or long:
         return None
     if batch < devices and not _starved(plan):
@@ -104,8 +104,8 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
 
 
 def _starved(plan: Plan) -> bool:
-    """Whether data ranks have one sequence each, or too few for their pipeline, or share sequences though memory would
-    not make them, and it shows."""
+    """Whether data ranks have one sequence each, or too few for their pipeline, or split sequences without a lack of
+    memory, and throughput suffers."""
     layout = plan.layout
     each = plan.workload.recipe.batch // layout.data_ranks
     idle = free_bytes(plan.memory) > SPARE * plan.memory.capacity
@@ -113,7 +113,7 @@ def _starved(plan: Plan) -> bool:
 
 
 def near(batch: int, devices: int) -> list[int]:
-    """The nearest below and above that half of the devices share out evenly; if it is so already, all of them."""
+    """The nearest batches below and above that half of the devices divide evenly; if it is one already, all devices."""
     half = devices // 2
     unit = half if devices % 2 == 0 and batch > devices and batch % half else devices
     below, above = batch // unit * unit, -(-batch // unit) * unit

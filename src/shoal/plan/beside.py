@@ -1,7 +1,7 @@
-"""Work in a process of its own, beside this one: a large search takes two cores.
+"""Run work in a forked child process: a large search uses two cores.
 
-A process is forked, computes, and sends what it found. Where there is one core, or there are threads that a fork would
-leave behind, or that process fails, the work is done here instead, when its result is asked for; it is the same.
+The child computes and sends its result through a pipe. With a single core, with threads that a fork would lose, or if
+the child fails, the work runs here instead when its result is requested; the result is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def beside(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Begin it; what is returned waits for its result."""
+    """Start the work; the returned function waits for its result."""
     if not may_fork():
         return work
     reading, writing = os.pipe()
@@ -31,22 +31,22 @@ def beside(work: Callable[[], Result]) -> Callable[[], Result]:
         with os.fdopen(reading, "rb") as pipe:
             sent = pipe.read()
         os.waitpid(process, 0)
-        return pickle.loads(sent) if sent else work()  # noqa: S301 (a child of this process wrote it)
+        return pickle.loads(sent) if sent else work()  # noqa: S301 (written by our own child process)
 
     return result
 
 
 def may_fork() -> bool:
-    """Not beside a torch, whose threads Python does not know of."""
+    """Whether forking is safe: not with torch loaded, whose threads Python does not know about."""
     if not hasattr(os, "fork") or "torch" in sys.modules or threading.active_count() > 1:
         return False
     return len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
 
 
 def _work(work: Callable[[], Any], writing: int) -> None:
-    """In the new process, which ends here whatever happens: nothing of its parent's is written or tidied up twice."""
+    """Runs in the child, which exits here in any case, so that the parent's buffers and finalizers do not run twice."""
     try:
-        gc.freeze()  # what the parent has thrown away is not tidied up here either
+        gc.freeze()  # do not collect the parent's garbage here either
         found = pickle.dumps(work(), pickle.HIGHEST_PROTOCOL)
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(found)

@@ -1,8 +1,8 @@
 """Best-first search of the layout space: always expand the part that may hold the fastest layout.
 
-A layout is decided step by step (``plan/space.py``). Whatever is undecided, ``plan/time_bound.py`` says how long a step
-takes at least and ``plan/memory_bound.py`` how much memory it needs at least. A part of the space that cannot fit is
-dropped whole, another is split further, and a layout whose exact time comes out on top is better than all that is left.
+A layout is decided step by step (``plan/space.py``). For a partly decided layout, ``plan/time_bound.py`` bounds the
+step time and ``plan/memory_bound.py`` the memory from below. A part of the space that cannot fit is pruned whole,
+others are split further, and a layout whose exact time reaches the top of the queue beats all that is left.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal.plan.walk import Priced, StrategyKey, Walk, strategy_of
 from shoal.predict.time.layer import Handling
 from shoal.predict.workload import Workload
 
-# Once the fastest layout is known, so many go into the fastest ones of further strategies.
+# Effort spent on the best layouts of further strategies once the fastest layout is known.
 OTHERS = 3000
 
 
 class SearchNode(NamedTuple):
-    """Some decisions; what is None is still open. ``alike``: states that differ in the number of their ranks alone."""
+    """A partial decision; None marks what is open. ``alike``: shardings that differ only in their number of ranks."""
 
     group: OrderGroup
     split: ModelSplit
@@ -52,7 +52,7 @@ class SearchNode(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HuntResult:
-    """What a hunt has found so far: what fits, what was priced and lost, and how fast the rest is at best."""
+    """Intermediate result of a hunt: layouts that fit, layouts priced and beaten, and a lower bound for the rest."""
 
     accepted: list[Priced]
     lost: list[Priced]
@@ -60,7 +60,7 @@ class HuntResult:
 
 
 def received(found: HuntResult, asked: Workload) -> HuntResult:
-    """From another process, which asked for an equal workload: here its layouts are of this one."""
+    """A result from another process, rebased onto this process's equal workload."""
     for one in (*found.accepted, *found.lost):
         one.workload = replace(asked, layout=one.workload.layout)
     return found
@@ -68,13 +68,13 @@ def received(found: HuntResult, asked: Workload) -> HuntResult:
 
 @dataclass(eq=False)
 class BestFirst(Walk):
-    """One search on its way, through ``groups`` of orders and what each of them leaves open."""
+    """One search in progress, over ``groups`` of orders and what each leaves open."""
 
     groups: MergedGroups
     top: int
-    others: int = OTHERS  # work that goes into further strategies
-    settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
-    at_best: float | None = None  # where it was broken off: what is left takes at least so long
+    others: int = OTHERS  # effort for further strategies
+    settled: set[StrategyKey] = field(default_factory=set)  # strategies whose best plan is known
+    at_best: float | None = None  # if cut off: lower bound on the remaining layouts' step time
     accepted: list[Priced] = field(default_factory=list)
     lost: list[Priced] = field(default_factory=list)
 
@@ -82,12 +82,12 @@ class BestFirst(Walk):
         super().__post_init__()
         self._offloaded: set[tuple[object, ...]] = set()
         self._tried: set[tuple[object, ...]] = set()
-        self._nodes: dict[Candidate, SearchNode] = {}  # where what is priced came from
+        self._nodes: dict[Candidate, SearchNode] = {}  # the node that each priced layout came from
         self._place = 0
 
     def run(self, effort: int | None) -> None:
-        """Until the fastest of all is known, or so much work is done; None: however much it takes. Then the fastest of
-        further strategies, as far as a little more work finds them. It can be called again, and goes on.
+        """Search until the fastest of all is known, or ``effort`` is used up (None: no limit); then, with a little
+        more effort, find the best of further strategies. Calling it again continues.
         """
         self.at_best = None
         enough = inf if effort is None else self._spent + effort
@@ -102,7 +102,7 @@ class BestFirst(Walk):
         enough = self._spent + self.others
         while len(self.accepted) < self.top and self._spent < enough and (bound := self._bound()) is not None:
             self._next(bound)
-        # What is priced by now and was not reached.
+        # Layouts that are priced and did not reach the top of the queue.
         for _, _, item in sorted(one for one in self._heap if isinstance(one[2], Priced)):
             if len(self.accepted) < self.top:
                 self._decide(item)
@@ -119,14 +119,14 @@ class BestFirst(Walk):
         return self._worked + self.groups.worked
 
     def _bound(self) -> float | None:
-        """What all that is left takes at least; None where nothing is."""
+        """Lower bound on everything left; None if nothing is left."""
         top = self.groups.at(self._place)
         if top is None:
             return self._heap[0][0] if self._heap else None
         return min(top.seconds, self._heap[0][0]) if self._heap else top.seconds
 
     def _next(self, bound: float) -> None:
-        """Whatever may be the fastest."""
+        """Expand the most promising entry."""
         top = self.groups.at(self._place)
         if top is not None and top.seconds <= bound:
             if top.group is not None:
@@ -150,7 +150,7 @@ class BestFirst(Walk):
             self._open_order(item)
 
     def _open_group(self, group: OrderGroup) -> None:
-        """None of its orders is opened where none may fit; later, where activations have to be offloaded for that."""
+        """Open a group's orders if any of them may fit; defer it if that needs offloaded activations."""
         self._worked += 1
         if self._any_may_hold(group, NOTHING):
             self._open_orders(group, 0.0)
@@ -165,7 +165,7 @@ class BestFirst(Walk):
         return self.bounds.of_sending(group.split, group.share, group.orders)
 
     def _open_orders(self, group: OrderGroup, more: float) -> None:
-        """``more``: seconds that all of them take besides."""
+        """``more``: extra seconds of every order in the group."""
         for seconds, order in self.groups.ordered(group):
             node = SearchNode(group, group.split, group.share, order)
             heapq.heappush(self._heap, (seconds + more, next(self._number), node))
@@ -206,7 +206,7 @@ class BestFirst(Walk):
         self._offload_more(node, offload, not self.room.has_place(split, share, order, alike[-1]))
 
     def _offload_more(self, node: SearchNode, offload: Offloads | None, no_place: bool) -> None:
-        """Where something did not fit: more, or the same on NVMe where the host's memory has no place for it."""
+        """After something did not fit: offload more, or offload the same to NVMe if host memory is full."""
         if not offload:
             self._offload(node, *CHAINS)
             return
@@ -216,9 +216,10 @@ class BestFirst(Walk):
             self._offload(node, (ON_NVME[offload],))
 
     def _offload(self, node: SearchNode, *chains: tuple[Offloads, ...]) -> None:
-        """The same with something offloaded, of each chain the least that may fit; not asked before something did not.
+        """The same with something offloaded, taking from each chain the least that may fit; only tried after something
+        did not fit.
 
-        It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
+        Offload is never faster: a host updates far slower than a device, and everything else only adds time.
         """
         group, split, share, order, *_ = node
         chains = tuple(one for one in chains if (split, share, order, one) not in self._offloaded)
@@ -263,7 +264,7 @@ class BestFirst(Walk):
                 self._push(priced.step.seconds, priced)
 
     def _decide(self, priced: Priced) -> None:
-        """Nothing that is left is faster: if it fits, it is its strategy's best."""
+        """Nothing left is faster: if the layout fits, it is its strategy's best."""
         strategy = priced.strategy
         if strategy in self.settled:
             self.lost.append(priced)
@@ -274,9 +275,9 @@ class BestFirst(Walk):
             self.settled |= {strategy, (*strategy[:-1], True)}
 
     def _balanced(self, priced: Priced) -> Priced:
-        """The same with the fraction of its optimizer offloaded with which it is fastest, and of those the largest.
+        """The same with the fraction of offloaded optimizer at which it is fastest, and of equals the largest.
 
-        A smaller one leaves less to the host and more on the device, and from where both are done together on no step
+        A smaller fraction moves work from the host to the device; beyond the point where both finish together, no step
         gets faster.
         """
         candidate = priced.candidate
@@ -284,7 +285,8 @@ class BestFirst(Walk):
         if "optimizer" not in offload:
             return priced
         if "params" in offload:
-            # Weights that hide their travels are as fast at home, and there the optimizer's share can be less.
+            # Weights whose transfers are hidden are as fast on the device, where the optimizer's fraction can be
+            # smaller.
             kept = tuple(part for part in candidate.states.offload if part.what != "params")
             lighter = self._priced(candidate._replace(states=candidate.states._replace(offload=kept)))
             as_fast = lighter.step.seconds <= priced.step.seconds * (1 + 1e-9)
@@ -311,7 +313,7 @@ class BestFirst(Walk):
         return found if found.step.seconds < priced.step.seconds else priced
 
     def _fits_or_offload(self, node: SearchNode, priced: Priced) -> bool:
-        """If it does not fit, more is offloaded."""
+        """Whether it fits; if not, queue it with more offloaded."""
         if self._fits(priced):
             return True
         self.lost.append(priced)

@@ -1,12 +1,11 @@
 """Choose the layout to run: one rule for ``shoal plan``, ``shoal init``, ``layout = "auto"`` and runs that have lost
 devices.
 
-Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of the
-layouts that leave the headroom, all that cannot be told apart from the fastest is as fast; of these the one with the
-fewest parts, then the one that follows published practice, then the one on the best evidence, then the one with the
-fewest axes, then the fastest. The safest, of those that were found on the way and are not much slower, hardly ever runs
-out of memory, rests on the best evidence, has the fewest parts and leaves the most memory. Something is offloaded only
-where nothing fits without, or takes much longer.
+There are three answers. The fastest has the lowest predicted time. The simplest is chosen: among layouts that leave
+the headroom, all that cannot be told apart from the fastest count as equally fast; of these, in order: the fewest
+parts, following published practice, the best evidence, the fewest axes, the lowest time. The safest, among the layouts
+visited that are not much slower, is the least likely to run out of memory, then has the best evidence, the fewest
+parts and the most free memory. Offload is used only if nothing fits without it, or takes much longer.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
-# Work that looking for a simpler layout takes at most, in bounds (``plan/walk.py``): a few tenths of a second as
-# a rule; on thousands of devices that share a long pipeline in many ways, one or two.
+# Effort limit for finding a simpler layout, in bounds (``plan/walk.py``): usually a few tenths of a second; one or two
+# seconds on thousands of devices with many ways to share a long pipeline.
 EFFORT = 80000
-# Strategies that the choice is made among, the fastest first.
+# Number of strategies to choose among, the fastest first.
 POOL = 10
-# Said of a claim that no row of ``plan/evidence.py`` supports.
+# Wording for a claim that no row of ``plan/evidence.py`` supports.
 UNCHECKED = "predictions were never checked on"
-# The safest takes at most so many times as long as what is chosen; and what differs by less than this is equally fast.
+# The safest may take at most this many times as long as the choice; and times within this ratio are equal.
 SLOWEST, SAME = 1.25, 1.005
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The three answers, the first of which is run. ``rival``: the fastest of those that it was chosen among, itself
-    where nothing as fast is simpler. ``headroom``: what all of these leave free.
+    """The three answers; the first one is run. ``rival``: the fastest layout considered, or the choice itself if
+    nothing as fast is simpler. ``headroom``: what all of these leave free.
     """
 
     plan: Plan
@@ -64,7 +63,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """Within which error bar, and what it saves."""
+        """The error bar within which it was chosen, and what it saves."""
         rival, within = self.rival, f"its error bar of ±{self.rival.error_bar:.0%}"
         if rival.told_apart < rival.error_bar:
             within = f"the {rival.told_apart:.0%} that predictions cannot tell apart"
@@ -87,7 +86,7 @@ class Chosen:
 
     @property
     def differ(self) -> list[str]:
-        """Why the fastest and the safest are others than what is chosen, in a sentence each."""
+        """Why the fastest and the safest differ from the choice, one sentence each."""
         said = []
         fastest, safest = self.fastest, self.safest
         if fastest.layout not in (self.plan.layout, self.rival.layout):
@@ -105,7 +104,7 @@ class Chosen:
         return said
 
     def _against(self, fastest: Plan) -> Iterator[str]:
-        """What keeps the fastest of all from being chosen."""
+        """Reasons why the fastest of all was not chosen."""
         if not self.headroom.left_by(fastest.memory):
             risk = out_of_memory(fastest.memory)
             out = f" and runs out of memory with a probability of {chance(risk)}" if risk > UNLIKELY else ""
@@ -121,7 +120,7 @@ class Chosen:
         mine, others = (
             [part for part in _parts(one) if part not in practice.NAMES] for one in (self.plan, self.rival)
         )
-        # Replicas are no part by themselves, and yet not saved where they are all there is.
+        # Replicas are not a part, so a layout with nothing else does not save one.
         if saved := [part for part in others if part not in mine and part not in self.plan.layout.written()]:
             added = [part for part in mine if part not in others]
             instead = f", using {_listed(added)} instead" if added else ""
@@ -144,7 +143,7 @@ def _slower(plan: Plan, other: Plan) -> str:
 
 
 def _safer(plan: Plan, other: Plan) -> Iterator[str]:
-    """What makes one plan safer than another."""
+    """Reasons why one plan is safer than another."""
     risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
     if chance(risk) != chance(more):
         yield f"runs out of memory with a probability of {chance(risk)} instead of {chance(more)}"
@@ -165,7 +164,7 @@ def _listed(names: Sequence[str], last_word: str = "and") -> str:
 
 
 def replicas_only(cluster: Cluster) -> bool:
-    """Processes on a CPU are replicas: what they may hold is no device's memory, and their links are no links."""
+    """Whether only replicas make sense: processes on a CPU have no device memory of their own and no links."""
     return cluster.device.name == "cpu"
 
 
@@ -178,15 +177,14 @@ def choose(
     against: Replicas,
     simpler: dict[tuple[object, ...], Priced],
 ) -> Chosen | None:
-    """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that
-    went beyond what may be chosen, for the fastest of all. ``simpler``: found by an earlier choice from the same, and
-    not searched for again.
+    """Choose among the results of ``hunts``, and simpler layouts; None if nothing fits. ``others``: hunts beyond what
+    may be chosen, for the fastest of all. ``simpler``: already found by an earlier choice on the same hunts.
     """
     if replicas_only(asked.cluster):
         workload = replace(asked, layout=Layout(dp=bounds.devices))
         plan = Plan(workload, ledger(workload), step(workload, bounds.on), against)
         return Chosen(plan, plan, plan, plan, room.headroom)
-    # However many are shown, the choice is made among as many. A hunt that was broken off may have missed what another
+    # The choice is among a fixed number, however many are shown. A hunt that was cut off may have missed what another
     # has found.
     space = hunts[0].space if hunts else None
     pool = [one for hunt in hunts for one in hunt.accepted[:POOL]]
@@ -203,7 +201,7 @@ def choose(
     runs = supported(first.workload) == RUNS
     beyond = (one for hunt in others for one in hunt.accepted[:POOL])
     able = [first, *(one for one in beyond if not runs or supported(one.workload) == RUNS)]
-    # Of those that are as fast as the fastest, to all that can be seen, the plainest.
+    # The plainest of those that are indistinguishable from the fastest.
     least = SAME * min(map(_seconds, able))
     fastest = min((one for one in (*able, simplest) if one.step.seconds <= least), key=rank_of)
     bearable = (one for one in (*pool, simplest) if one.step.seconds <= SLOWEST * simplest.step.seconds)
@@ -213,7 +211,7 @@ def choose(
 
 
 def _may_be(one: Priced, space: Space, room: MemoryBound) -> bool:
-    """Whether it could have been found by a hunt through this space."""
+    """Whether a hunt through this space could have found it."""
     if not space.has(one.candidate) or (space.runnable and supported(one.workload) != RUNS):
         return False
     return room.headroom.left_by(one.memory or ledger(one.workload))
@@ -224,7 +222,7 @@ def _seconds(one: Priced) -> float:
 
 
 def _risk(one: Priced) -> tuple[bool, int, int, int, float]:
-    """The least of these is the safest. Free memory counts in tenths of what there is."""
+    """Sort key: the least is the safest. Free memory counts in tenths of the total."""
     memory, workload = one.memory or ledger(one.workload), one.workload
     return (
         out_of_memory(memory) > UNLIKELY,
@@ -236,7 +234,7 @@ def _risk(one: Priced) -> tuple[bool, int, int, int, float]:
 
 
 def planned(one: Priced, against: Replicas) -> Plan:
-    """As a plan; a micro-batch that it would have anyway is not written."""
+    """As a plan; a micro-batch equal to the default is not written."""
     workload = one.workload
     bare = replace(workload, layout=plain(workload.layout, workload.recipe.batch))
     return Plan(bare, one.memory or one.too_much or ledger(bare), one.step, against)

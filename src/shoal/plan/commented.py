@@ -1,4 +1,4 @@
-"""Write a config with every key: what is set stands there, everything else is commented out at its default."""
+"""Write a config with every key: values that are set, and all others commented out at their defaults."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NOTHING: Any = object()
 
 
 def commented(tables: dict[str, Any], head: Iterable[str] = (), refused: Iterable[Problem] = ()) -> str:
-    """The text of a config. ``head``: lines at its top. ``refused``: what the engine will say no to, as it is.
+    """The text of a config. ``head``: lines at its top. ``refused``: what the engine will reject as is.
 
-    Keys and values that this version does not run are marked, wherever they stand.
+    Keys and values that this version does not run are marked.
     """
     lines = [f"# {one_line(line)}".rstrip() for line in head]
     problems = list(refused)
@@ -47,7 +47,7 @@ def _line(key: str, name: str, value: Any, default: str) -> str:
 
 
 def _look(tables: dict[str, Any], key: str) -> Any:
-    """What is set under a dotted key."""
+    """The value set under a dotted key."""
     found: Any = tables
     for name in key.split("."):
         if not isinstance(found, dict) or name not in found:
@@ -57,5 +57,5 @@ def _look(tables: dict[str, Any], key: str) -> Any:
 
 
 def one_line(text: str) -> str:
-    """For a comment: whatever a file or its name holds."""
+    """Make text safe for a one-line comment."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

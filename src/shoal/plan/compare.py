@@ -14,7 +14,7 @@ from shoal.plan.scale import Cost
 
 @dataclass(frozen=True)
 class Compared:
-    """One cluster of several."""
+    """One of several clusters."""
 
     found: PlanReport
 
@@ -29,7 +29,7 @@ class Compared:
 
     @property
     def tokens_per_day(self) -> float | None:
-        """Of a day with its share of interruptions, whether the run's length is known or not."""
+        """Tokens per day, interruptions included, whether or not the run's length is known."""
         if self.plan is None:
             return None
         lost = goodput(self.plan)
@@ -55,7 +55,7 @@ class Compared:
 
 
 def best_of(rows: list[Compared]) -> list[str]:
-    """Which is fastest, cheapest and takes the least energy, in words; nothing where none of it is known."""
+    """Sentences naming the fastest, the cheapest and the most energy-efficient cluster; none for unknown quantities."""
     fits = [row for row in rows if row.plan is not None]
     said = []
     if fits:

@@ -1,8 +1,8 @@
-"""What a layout is made of: the parts that its user has to understand, tune and debug.
+"""Layout complexity: the parts that a user has to understand, tune and debug.
 
-Plain replicas have none. Every other axis is a part, replicas beside it too, and so is every policy that differs from
-its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload. What
-departs from the practice of published runs is one more thing to explain (``plan/practice.py``).
+Plain replicas have none. Every other axis is a part, and so are replicas beside it and every non-default policy: a
+schedule, chunks, units, a ZeRO stage, an explicit micro-batch, recomputation, each offload. Departures from published
+practice count as one more thing to explain (``plan/practice.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shoal.predict.workload import Workload
 
 
 def parts(workload: Workload) -> list[str]:
-    """By the name of their key, in the order in which a layout is printed."""
+    """The parts by key, in the order in which a layout is printed."""
     written = plain(workload.layout, workload.recipe.batch).written()
     if not any(axis in written for axis in DEGREES if axis != "dp"):
         written.pop("dp", None)
     offload = written.pop("offload", ())
     usual = practice.usual_zero(workload.stack)
     if workload.layout.shards > 1 and usual != 3:
-        # Of another stack another stage is usual, and the one that is not written the part.
+        # Another stack has another default stage, so there the unwritten one may be the part.
         written.pop("zero", None)
         if workload.layout.zero != usual:
             written["zero"] = workload.layout.zero
@@ -40,19 +40,19 @@ def parts(workload: Workload) -> list[str]:
 
 
 def plain(layout: Layout, batch: int) -> Layout:
-    """The same without a micro-batch that it would have anyway."""
+    """The layout without a micro-batch that equals the default."""
     if layout.micro is None:
         return layout
     bare = layout.replace(micro=None)
     return bare if bare.micro_batch(batch) == layout.micro else layout
 
 
-# The same count where only some of a layout is decided. Each decision adds to it and none takes from it, so that the
-# sum over those that were made is a lower bound, and over all of them the number of parts.
+# The same count for partly decided layouts. Decisions only add to it, so the sum over the decisions made is a lower
+# bound, and over all of them it is the number of parts.
 
 
 def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
-    """At least: whether data ranks are replicas or shards is still open."""
+    """A lower bound: whether data ranks replicate or shard is still open."""
     axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
     departs = practice.of_split(split, model, cluster, seq)
     return axes + (axes > 0 and split.data > 1) + departs
@@ -64,7 +64,7 @@ def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster
 
 
 def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
-    """With the micro-batch: what is usual depends on the schedule."""
+    """Including the micro-batch, whose default depends on the schedule."""
     chunks = order.chunks != DEFAULT_CHUNKS.get(order.schedule, 1)
     policies = (order.schedule != "1f1b") + chunks + (order.recompute != "none")
     return policies + (share.micro != usual_micro(split, order, batch)) + practice.of_order(split, order)
@@ -81,7 +81,7 @@ def of_states(split: ModelSplit, share: WorkShare, states: StateSharding, stack:
 
 
 def replicas_alone(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
-    """1 where ``dp`` is the only axis, and hence no part."""
+    """1 if ``dp`` is the only axis, and hence not a part."""
     return int(states.dp > 1 and states.fsdp == split.tp == split.cp == split.pp == share.ep == 1)
 
 
@@ -90,7 +90,7 @@ def of_unit(unit: int) -> int:
 
 
 def count(candidate: Candidate, asked: Workload) -> int:
-    """As many as ``parts`` names."""
+    """The number of ``parts``."""
     split, share, order, states, unit = candidate
     decided = of_split(split, asked.model, asked.cluster, asked.recipe.seq)
     decided += of_share(split, share, asked.model, asked.cluster)
@@ -100,5 +100,5 @@ def count(candidate: Candidate, asked: Workload) -> int:
 
 
 def usual_micro(split: ModelSplit, order: PipelineOrder, batch: int) -> int:
-    """What a layout without ``micro`` works on at a time."""
+    """The default micro-batch of such a layout."""
     return layout_of(dp=split.data, pp=split.pp, schedule=order.schedule).micro_batch(batch)

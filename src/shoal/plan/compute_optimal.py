@@ -1,10 +1,10 @@
 """Compute-optimal training: how many tokens for a model, how large a model for tokens, and both for a compute budget.
 
-The loss of a dense model with N parameters after D tokens is E + A / N^α + B / D^β, and its training takes 6·N·D FLOPs;
+A dense model with N parameters has loss E + A / N^α + B / D^β after D tokens, and its training takes 6·N·D FLOPs;
 where the two terms fall equally fast, no other split of the same compute reaches a lower loss. The fit is Hoffmann et
-al.'s third approach (Training Compute-Optimal Large Language Models, 2022) as Besiroglu et al. corrected it (Chinchilla
-Scaling: A Replication Attempt, 2024): it agrees with their other two, at about 20 tokens a parameter. It says what is
-cheapest to train; a model that will serve many users is trained on more tokens.
+al.'s third approach (Training Compute-Optimal Large Language Models, 2022) as corrected by Besiroglu et al.
+(Chinchilla Scaling: A Replication Attempt, 2024): it agrees with their other two, at about 20 tokens per parameter. It
+minimises training cost; a model that will serve many users is trained on more tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ FIT = "Hoffmann et al. 2022, as refitted by Besiroglu et al. 2024"
 
 
 def tokens_for(parameters: float) -> float:
-    """That a model of this size is compute-optimal for."""
+    """Compute-optimal tokens for a model of this size."""
     return float((BETA * B / (ALPHA * A) * parameters**ALPHA) ** (1 / BETA))
 
 
 def parameters_for(tokens: float) -> float:
-    """Of the model that so many tokens are compute-optimal for."""
+    """Compute-optimal parameters for this many tokens."""
     return float((ALPHA * A / (BETA * B) * tokens**BETA) ** (1 / ALPHA))
 
 
 def split(flops: float) -> tuple[float, float]:
-    """Parameters and tokens that spend so much compute best."""
+    """The parameters and tokens that use this compute best."""
     products = flops / 6
     ratio = (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA))
     parameters = ratio * products ** (BETA / (ALPHA + BETA))
@@ -39,11 +39,11 @@ def split(flops: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ComputeOptimal:
-    """A model beside what is compute-optimal."""
+    """A model compared with compute-optimal training."""
 
-    parameters: int  # that a token uses: the fit is of dense models
-    tokens: float  # that are optimal for it
-    asked: int | None  # of the run
+    parameters: int  # active per token, since the fit is for dense models
+    tokens: float  # optimal for this model
+    asked: int | None  # the run's own
 
     @property
     def text(self) -> str:

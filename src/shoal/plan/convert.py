@@ -1,4 +1,6 @@
-"""Another stack's settings as a commented config: read, completed with what was said, judged by the engine's rules."""
+"""Convert another stack's settings to a commented config: read them, apply overrides, check them with the engine's
+rules.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from shoal.plan.starter import (
 
 @dataclass(frozen=True)
 class Converted:
-    """Files to write, notes on what had no counterpart, and what the engine will refuse."""
+    """Files to write, notes on what had no counterpart, and what the engine will reject."""
 
     files: dict[Path, str]
     notes: list[str]
@@ -43,10 +45,10 @@ def convert(
     rows: dict[str, Any],
     visible: str | None = None,
 ) -> Converted:
-    """The config ``path`` of what ``source`` holds, and beside it the model, where no preset has its shape.
+    """The config ``path`` for the settings in ``source``, and next to it the model, if no preset has its shape.
 
-    ``said`` takes the place of what the file says: model, data, on, seq, batch, steps, layout. ``rows`` is what the
-    data's first row says of all.
+    ``said`` overrides the file: model, data, on, seq, batch, steps, layout. ``rows``: what the data's first row tells
+    about all rows.
     """
     imported = read_foreign(source, gpus, said.get("on"))
     tables = imported.tables
@@ -74,7 +76,7 @@ def convert(
 
 
 def _model(imported: Imported, path: Path, said: dict[str, Any]) -> tuple[Model | None, dict[Path, str]]:
-    """The model, where it is known without asking a network, and the file that holds a shape of its own."""
+    """The model, if known without network access, and the file with a custom shape."""
     tables, folder = imported.tables, path.parent
     if "model" in said:
         tables["model"] = model_table(said["model"], folder)
@@ -93,11 +95,11 @@ def _model(imported: Imported, path: Path, said: dict[str, Any]) -> tuple[Model 
     try:
         return presets.at(named), {}
     except BadInput:
-        return None, {}  # a place on another machine
+        return None, {}  # a location on another machine
 
 
 def _completed(tables: dict[str, Any], model: Model | None) -> list[str]:
-    """Put in a learning rate that suits the model, where the file has none; name what else the file does not hold."""
+    """Add a suitable learning rate if the file has none; list what else the file does not hold."""
     recipe = tables["recipe"]
     notes = []
     trained = "init_from" in tables.get("model", {})

@@ -1,4 +1,4 @@
-"""A deadline and a budget: whether a plan keeps them; where the run's length is open, what they are enough for."""
+"""Deadline and budget: whether a plan meets them or, if the run's length is open, what they are enough for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kept = Literal["kept", "missed", "uncertain"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A limit, and what a run takes of it."""
+    """A limit, and how much of it a run takes."""
 
     what: Literal["deadline", "budget"]
     limit: float  # seconds, or money
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def verdicts(plan: Plan, total: Cost, deadline: float | None, budget: float | None) -> list[Verdict]:
-    """On what was asked for; a budget needs a price."""
+    """Verdicts on the given limits; a budget needs a price."""
     found = []
     if deadline is not None:
         found.append(Verdict("deadline", deadline, total.seconds, plan.error_bar))
@@ -62,11 +62,11 @@ def verdicts(plan: Plan, total: Cost, deadline: float | None, budget: float | No
 
 @dataclass(frozen=True)
 class Affordable:
-    """What a deadline or a budget is enough for, where the length of the run is left open."""
+    """What a deadline or a budget is enough for, if the run's length was left open."""
 
     seconds: float
     tokens: float
-    flops: float  # at six for each parameter and token
+    flops: float  # at six per parameter and token
     error_bar: float
 
     @property
@@ -90,7 +90,7 @@ class Affordable:
 def affordable(
     plan: Plan, deadline: float | None, budget: float | None, price: float | None
 ) -> Affordable | None:
-    """The smaller of what both allow; None where neither was given."""
+    """The smaller of what both allow; None if neither was given."""
     seconds = [deadline] if deadline is not None else []
     if budget is not None and price is not None:
         seconds.append(budget / price / plan.world * HOUR)

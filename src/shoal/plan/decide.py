@@ -22,9 +22,9 @@ from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, cost, resized
 from shoal.predict.memory.device import host_memory
 
-# From this share of a step on, communication is looked at: would fewer GPUs do as well?
+# The share of a step from which communication is questioned: would fewer GPUs do as well?
 MUCH = 0.25
-# Nodes that do this share of what as many alone would do scale well.
+# Scaling counts as good if nodes reach this share of linear throughput.
 WELL = 0.75
 # Steps shorter than this leave little time to read a batch.
 HASTY = 0.1
@@ -32,25 +32,25 @@ HASTY = 0.1
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and everything that speaks against doing it on many GPUs."""
+    """What to do, and all arguments against doing it on many GPUs."""
 
     text: str
     distribute: bool
     reasons: list[str]  # not to distribute, or to look elsewhere first
-    batch: BatchAdvice | None = None  # where it is the limit
+    batch: BatchAdvice | None = None  # if the batch is the limit
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "batch": self.batch.as_json() if self.batch else None}
 
 
 def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedies: list[Remedy]) -> Decision:
-    """``plans`` the fastest first; where none fits, ``remedies`` say what would."""
+    """``plans``: fastest first; if none fits, ``remedies`` say what would."""
     plan = chosen.plan if chosen else next(iter(plans), None)
     if plan is None or not plan.fits:
         return Decision(_nothing_fits(asked, plans, remedies), True, [])
     if chosen is None and asked.layout is None:
         return Decision(_nothing_runs(asked, plan, remedies), True, [])
-    if chosen is None:  # a layout is judged alone, without a look at others or at other numbers of GPUs
+    if chosen is None:  # a given layout is judged alone, without comparing others or other GPU counts
         sentences = [f"{plan.layout} fits: {_numbers(plan)}", _beside_ddp(plan), *_unrun(plan, remedies)]
         return Decision(" ".join(sentences), plan.world > 1, _input(plan))
     run = f"Run {plan.layout}: {_numbers(plan)}"
@@ -78,7 +78,7 @@ def _device(plan: Plan) -> str:
 
 
 def not_run(plan: Plan, plans: list[Plan]) -> list[str]:
-    """What would be faster than the chosen one, and is not run by the engine yet."""
+    """Faster layouts than the chosen one that the engine does not run yet."""
     fastest = plans[0]
     if not plan.runs or fastest.runs or fastest.step.seconds >= plan.step.seconds:
         return []
@@ -87,7 +87,7 @@ def not_run(plan: Plan, plans: list[Plan]) -> list[str]:
 
 
 def _unrun(plan: Plan, remedies: list[Remedy]) -> Iterator[str]:
-    """A plan that is not run by the engine, and what it takes of a node besides."""
+    """For a plan that the engine does not run: why, and what it needs of a node."""
     if plan.layout.offload:
         yield _offloaded(plan, remedies)
     if not plan.runs:
@@ -129,7 +129,7 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
 
 
 def _waits(part: Offload) -> Iterator[tuple[str, str]]:
-    """What of a layout waits where."""
+    """Which parts of a layout are offloaded, and where to."""
     there = "on NVMe" if part.nvme else "in host memory"
     share = "" if part.fraction == 1.0 else f" of {part.fraction:.0%} of the parameters"
     if part.what == "optimizer" and part.nvme:
@@ -155,7 +155,7 @@ def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy])
 
 
 def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str:
-    """Something fits, but nothing that the engine runs."""
+    """The answer when something fits, but nothing that the engine runs."""
     if not engine_runs(plan.workload):
         return (
             f"The engine does not run this yet ({plan.lacks}), in any layout. Planned: {plan.layout}: {_numbers(plan)} "
@@ -173,7 +173,7 @@ def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str
 
 
 def _not_to_distribute(asked: PlanRequest, plan: Plan, starved: bool) -> tuple[bool, list[str]]:
-    """``starved``: the batch is the limit, so that the network is not to blame."""
+    """``starved``: the batch is the limit, so the network is not to blame."""
     if plan.world == 1:
         return False, []
     slow = [] if starved else _slow_network(asked, plan)
@@ -209,7 +209,7 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan, starved: bool) -> tuple[b
 
 
 def _on(asked: PlanRequest, devices: int) -> Plan | None:
-    """The best plan on so many, unless even the weights in two bytes each do not fit them."""
+    """The best plan on this many devices, unless even the weights in 2 bytes each do not fit."""
     if 2 * parameter_count(asked.model) > devices * asked.cluster.device.memory_bytes:
         return None
     fewer = resized(asked, devices)
@@ -217,13 +217,13 @@ def _on(asked: PlanRequest, devices: int) -> Plan | None:
 
 
 def _on_one(asked: PlanRequest) -> Plan | None:
-    """The best plan on one GPU; what waits for its host is no reason to stay there."""
+    """The best plan on one GPU; one that offloads is no reason to stay there."""
     one = _on(asked, 1)
     return None if one and one.layout.offload else one
 
 
 def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
-    """Whether one node does as well as all of them."""
+    """A note if one node does as well as all of them."""
     cluster = asked.cluster
     if cluster.nodes == 1 or plan.step.exposed_comm < MUCH * plan.step.seconds:
         return []
@@ -243,7 +243,7 @@ def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
 
 
 def _lora(asked: PlanRequest) -> list[str]:
-    """Whether low-rank additions would fit one GPU, where all weights do not."""
+    """A note if LoRA would fit on one GPU and full training does not."""
     if asked.lora is not None:
         return []
     plan = _on_one(replace(asked, lora=Lora(targets=list(attention_projections(asked.model)))))
@@ -257,7 +257,7 @@ def _lora(asked: PlanRequest) -> list[str]:
 
 
 def _input(plan: Plan) -> list[str]:
-    """What may be slower than the GPUs: the host, or the data; and attention that no fused kernel computes."""
+    """Notes on what may be slower than the GPUs: the host, the data, or unfused attention."""
     hints = []
     workload = plan.workload
     if workload.model.attention_cap is not None and workload.cluster.device.name != "cpu":

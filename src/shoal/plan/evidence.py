@@ -1,7 +1,7 @@
-"""How well a prediction is supported by published runs, and the error bar that follows.
+"""How well published runs support a prediction, and its error bar.
 
-Every axis and policy of a layout is a claim with a name. How many of the 908 published rows of Shoal's collection
-support each one is written down here; a test counts them again. An error bar is that of the nearest rows.
+Every axis and policy of a layout is a named claim. This file records how many of the 908 published rows of Shoal's
+collection support each; a test recounts them. An error bar is that of the nearest rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.plan.measured_kinds import expected_error
 from shoal.plan.practice import usual_zero
 from shoal.predict.workload import Workload
 
-# Published rows that support a claim. What is not listed has none.
+# Published rows per claim. Claims not listed have none.
 ROWS = {
     "device A100-40GB": 29,
     "device A100-80GB": 831,
@@ -36,19 +36,19 @@ ROWS = {
 
 WIDEST = 0.5
 
-# The largest published run, the longest sequences, and the shortest step in seconds.
+# Device count of the largest published run, longest sequence, and shortest step in seconds.
 LARGEST = 2520
 LONGEST = 65536
 SHORTEST = 0.058149
 
 DEVICE = "device "
-# Stacks whose constants no row was fitted on.
+# Stacks with constants that were fitted on no row.
 UNFITTED = ("megatron", "deepspeed", "transformers")
 SIZES = ("sequences over", "more than")
 
 
 def claims(workload: Workload) -> list[str]:
-    """What a prediction relies on, by name."""
+    """The claims that a prediction relies on, by name."""
     layout, model, cluster = workload.layout, workload.model, workload.cluster
     found = [f"precision={workload.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
     found += of_order(layout.pp, layout.schedule, layout.recompute)
@@ -77,7 +77,7 @@ def claims(workload: Workload) -> list[str]:
     return found
 
 
-# The claims of a layout, by the steps in which a search decides on it.
+# Claims about a layout, by the steps in which a search decides it.
 
 
 def of_share(cp: int, kind: ContextKind, ep: int) -> list[str]:
@@ -96,13 +96,13 @@ def of_states(dp: int, shards: int, zero: Zero, offload: tuple[Offload, ...], st
         return ["dp", *away] if dp > 1 else away
     within = ["sharding within replicas"] if dp > 1 else []
     if (usual := usual_zero(stack)) != 3:
-        # What every run of a stack does is no claim beside that of the stack itself.
+        # What every run of a stack does is not a claim besides the stack itself.
         return [*([] if zero == usual else [f"zero={zero} of {stack.name}"]), *within, *away]
     return [f"zero={zero}", *within, *away]
 
 
 def unmeasured(workload: Workload) -> list[str]:
-    """The claims that no published row supports. A device kind counts as measured where its kernels were."""
+    """The claims that no published row supports. A device kind counts as measured if its kernels were."""
     known = calibration.find(workload.cluster).known
     return [
         claim
@@ -112,12 +112,12 @@ def unmeasured(workload: Workload) -> list[str]:
 
 
 def error_bar(workload: Workload, seconds: float) -> float:
-    """By which share of itself a predicted step of so many seconds may be off: see ``plan/measured_kinds.py``.
+    """The relative error expected of a predicted step time: see ``plan/measured_kinds.py``.
 
-    Below the shortest that was ever published an error is taken to be as many milliseconds as there: such steps wait
-    for the host, whose pace no two machines share.
+    Below the shortest published step, the error is assumed to be as many milliseconds as there: such steps wait for
+    the host, whose speed differs between machines.
     """
     known = calibration.find(workload.cluster).known
-    # Devices and sizes are what kinds are near or far by.
+    # Devices and sizes are part of the distance between kinds.
     doubts = sum(not claim.startswith((DEVICE, *SIZES)) for claim in unmeasured(workload))
     return min(WIDEST, expected_error(workload, doubts, known) * max(1.0, SHORTEST / seconds))

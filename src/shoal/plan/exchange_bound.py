@@ -1,7 +1,7 @@
-"""Lower bounds on what data ranks exchange in a step: each rank's parameters as one message.
+"""Lower bounds on data ranks' exchange in a step, with each rank's parameters as one message.
 
-Once states are decided it is one placement's exchange. Before, it is the least of all placements': whichever ranks keep
-states, gradients are summed over all data ranks.
+Once states are decided, it is their placement's exchange. Before that, it is the minimum over all placements:
+gradients are reduced over all data ranks in any case.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from shoal.predict.rank_parameters import RankParameters, expert_elements
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.step import RankKind
 
-# Stages 1 and 2 of ZeRO exchange as much where nothing is added up, and 2 never less.
+# Without accumulation ZeRO stages 1 and 2 exchange equally much, and stage 2 never less.
 ZEROS: tuple[Zero, ...] = (3, 1)
 
 
 class Exchange(NamedTuple):
-    """Seconds that data ranks exchange in a step, by what they do it beside."""
+    """Seconds of data ranks' exchange in a step, by what it overlaps."""
 
-    forward: float = 0.0  # for every micro-batch, beside its passes
+    forward: float = 0.0  # per micro-batch, overlapping its passes
     backward: float = 0.0
-    bare_forward: float = 0.0  # of these, what has nothing to hide behind: a block's, of each micro-batch
+    bare_forward: float = 0.0  # of these, what cannot overlap anything: one block's, per micro-batch
     bare_backward: float = 0.0
-    once_forward: float = 0.0  # once, beside one micro-batch's passes
+    once_forward: float = 0.0  # once per step, overlapping one micro-batch's passes
     once_backward: float = 0.0
     alone: float = 0.0
 
     def left(self, overlap: float, times: int, forward: float, backward: float) -> float:
-        """What does not hide behind passes that take so long, of each of so many micro-batches."""
+        """The exposed exchange over ``times`` micro-batches with passes this long."""
         left = self.alone
         for seconds, bare, beside in (
             (self.forward, self.bare_forward, times * forward),
@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
 @dataclass(eq=False)
 class ExchangeBound:
     """``body``: all layers' parameters, by ``tp`` and ``sp``. ``persists``: whether small units stay gathered.
-    ``frozen``: weights are, or some of them.
+    ``frozen``: whether weights are frozen, or some of them.
     """
 
     on: CostModel
@@ -89,9 +89,8 @@ class ExchangeBound:
         forward: float,
         backward: float,
     ) -> float:
-        """Seconds that are left of it over however many ranks states are shared out. ``fewest``: layers without and
-        with experts that every rank of a pipeline has. ``forward``, ``backward``: the most that one micro-batch's
-        passes can take.
+        """Exposed seconds, minimised over the ranks that shard states. ``fewest``: layers without and with experts
+        that every pipeline rank has. ``forward``, ``backward``: upper bounds on one micro-batch's passes.
         """
         if split.data * split.cp == 1:
             return 0.0
@@ -101,7 +100,7 @@ class ExchangeBound:
                 one.left(overlap, times, forward, backward)
                 for one in self._ways(split, share, zeros, fewest, times)
             )
-        # In a pipeline all of it happens once, whatever the micro-batches: gradients that rest in shards cost as much.
+        # In a pipeline it all happens once, for any number of micro-batches: sharded gradients cost the same.
         zeros = tuple(zero for zero in zeros if zero != 2 or 1 not in zeros)
         key = split, share.sp, share.ep, zeros
         known = self._once.get(key)
@@ -139,9 +138,9 @@ class ExchangeBound:
         sparse: int,
         times: int,
     ) -> Exchange:
-        """Of so many parameters that all data ranks hold, and of so many layers' experts."""
+        """For ``elements`` parameters that all data ranks hold, and for the experts of ``sparse`` layers."""
         body = self.body(split.tp, share.sp)
-        passes = 0 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
+        passes = 0 if split.pp > 1 else times  # in a pipeline everything is exchanged once per step
         blocks = [one.elements for one in (body.dense_block, body.sparse_block) if one.elements]
         ends = body.embedding.elements + body.head.elements
         found = self._exchanged(elements, placed(split, states), passes, states.zero, ends, min(blocks))
@@ -154,9 +153,10 @@ class ExchangeBound:
     def _exchanged(
         self, elements: int, where: Placement, passes: int, zero: int, ends: int = 0, block: int = 0
     ) -> Exchange:
-        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step; 0: once, for all.
+        """For this many parameters of a rank: one message per kind, ``passes`` times per step; 0: once for all
+        micro-batches.
 
-        ``ends``: of these, those of embedding and head. ``block``: those of the smallest block.
+        ``ends``: of these, embedding and head. ``block``: those of the smallest block.
         """
         recipe, seconds = self.on.recipe, self.on.links.seconds
         (_, shards, stride), (_, copies, copies_stride) = where
@@ -169,7 +169,7 @@ class ExchangeBound:
             gathered = seconds("all_gather", elements * gathered_width(recipe), shards, stride)
             if not passes:
                 return Exchange(once_forward=gathered, once_backward=summed + scattered)
-            # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
+            # The last unit stays gathered for the backward pass; so may units configured to persist.
             again = 0.0
             if not self.persists:
                 left = int(max(0, elements - ends) * max(0.0, 1 - UNITS[-1] / self.on.model.layers))

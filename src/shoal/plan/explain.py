@@ -11,9 +11,9 @@ from shoal.plan.judge import Plan
 from shoal.predict.workload import Workload
 
 GIB = 2**30
-# Parts below this share of a step are not worth a word.
+# Parts below this share of a step are not mentioned.
 WORTH_SAYING = 0.03
-# Memory this full is what the next larger micro-batch fails at.
+# From this fill level on, the next larger micro-batch does not fit.
 FULL = 0.85
 
 HELD = {
@@ -45,7 +45,7 @@ class StepPart:
 
 
 def parts(plan: Plan) -> list[StepPart]:
-    """What a step's time goes to, the largest first; communication by the link it waits for."""
+    """What a step's time goes to, largest first; communication by the link it waits for."""
     spent = plan.step
     seconds = {
         words: getattr(spent, name) for name, words in SPENT.items() if name not in ("exposed_comm", "other")
@@ -56,20 +56,20 @@ def parts(plan: Plan) -> list[StepPart]:
         if waits > 0:
             named += waits
             seconds[f"{group} over {link(group, plan.workload)}"] = waits
-    # What is exchanged once a step, such as gradients at the end, belongs to no micro-batch's group.
+    # What is exchanged once per step, such as gradients at the end, belongs to no group of a micro-batch.
     seconds["gradient and weight exchange"] = max(0.0, spent.exposed_comm - named)
     found = [StepPart(name, each, each / spent.seconds) for name, each in seconds.items() if each > 0]
     return sorted(found, key=lambda part: -part.seconds)
 
 
 def link(group: str, workload: Workload) -> str:
-    """The slowest link that a group of ranks has to cross."""
+    """The slowest link that a group of ranks crosses."""
     _, ranks, stride = workload.ranks_of(group)
     return link_across(ranks, stride, workload.cluster)
 
 
 def link_across(ranks: int, stride: int, cluster: Cluster) -> str:
-    """The slowest link between so many ranks, so far apart."""
+    """The slowest link within a group of ``ranks`` that are ``stride`` apart."""
     fast = cluster.fast
     if fast is not None and ranks * stride <= cluster.fast_domain:
         return fast.kind
@@ -79,7 +79,7 @@ def link_across(ranks: int, stride: int, cluster: Cluster) -> str:
 
 
 def binds(plan: Plan) -> str:
-    """What holds a plan back, in a few words: a part of the step or, of one that does not fit, of memory."""
+    """The bottleneck in a few words: a part of the step or, if the plan does not fit, of memory."""
     if not plan.fits:
         return _host(plan.memory) if plan.memory.device_fits else f"memory: {largest_part(plan.memory)}"
     first, *rest = parts(plan)
@@ -90,7 +90,7 @@ def binds(plan: Plan) -> str:
 
 
 def lacks(memory: Ledger) -> str:
-    """What of a plan that does not fit is too large, and where: on the device, or in its machine's memory."""
+    """What is too large in a plan that does not fit, and where: on the device, or in host memory."""
     if not memory.device_fits:
         return f"needs {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, mostly {largest_part(memory)}"
     return _host(memory)
@@ -108,7 +108,7 @@ def largest_part(memory: Ledger) -> str:
 
 
 def why(plan: Plan) -> str:
-    """What binds, in sentences."""
+    """The bottleneck in sentences."""
     spent = [part for part in parts(plan) if part.share >= WORTH_SAYING]
     time = ", ".join(f"{part.name} {part.share:.0%}" for part in spent)
     return f"Step time: {time}. {_memory(plan)}"
@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> str:
 
 
 def against(plan: Plan, best: Plan) -> str:
-    """By how much a plan loses to the best, and to what."""
+    """By how much a plan loses to the best, and because of what."""
     if not plan.fits:
         return f"does not fit: {lacks(plan.memory)}"
     slower = plan.step.seconds / best.step.seconds - 1
@@ -139,12 +139,12 @@ def against(plan: Plan, best: Plan) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``45.3%``; nothing is known where a device's maker states no peak."""
+    """``45.3%``; unknown if the device's maker states no peak."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
 def strategy(layout: Layout, lora: bool = False) -> str:
-    """A layout's strategy, as people call it."""
+    """A layout's strategy under its common name."""
     data = layout.shards
     if data > 1:
         sharded = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP (ZeRO-3)"}[layout.zero]

@@ -1,8 +1,8 @@
-"""Goodput: what of a cluster's time advances the run, after failures, restarts and checkpoints.
+"""Goodput: the share of a cluster's time that advances the run, after failures, restarts and checkpoints.
 
-An interruption loses the steps since the last checkpoint and the time of a restart; a checkpoint costs time too. The
-interval at which both together cost least is Young's (1974), here to the order that Daly gives (2006); the share of
-time that is left is Daly's complete model, in which interruptions also strike while a run restarts or checkpoints.
+An interruption loses the steps since the last checkpoint and the time of a restart; checkpoints also cost time. The
+interval that minimises the sum is Young's (1974), here to the order of Daly (2006); the remaining share of time is
+Daly's complete model, in which interruptions also strike during restarts and checkpoints.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from shoal.plan.judge import Plan
 from shoal.predict.time.offload import SLOWED
 from shoal.predict.workload import Workload
 
-# The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100, whatever
-# failed: a GPU, its memory, a host, the network, software.
+# The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100, of any
+# cause: GPU, memory, host, network, software.
 GPU_HOURS_BETWEEN = 54 * 24 * 16384 / 419
-# What else was published, as a factor of that rate: 2.34 and 6.50 failures in a thousand days of a node of eight A100,
-# two clusters of Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (2025).
+# Other published rates, relative to that one: 2.34 and 6.50 failures per thousand days of an eight-A100 node, on two
+# clusters of Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (2025).
 _OF_LLAMA = 1000 * 24 * 8 / GPU_HOURS_BETWEEN
 RATES = (2.34 / _OF_LLAMA, 6.50 / _OF_LLAMA)
-# From the failure until steps run again, but for reading the checkpoint. Assumed: processes, groups and compiled blocks
-# are there again in minutes where spare nodes are; Llama 3's run then comes out above the 90 % that its report gives.
+# Seconds from the failure until steps run again, without reading the checkpoint. Assumed: with spare nodes, processes,
+# groups and compiled blocks are back within minutes; Llama 3's run then comes out above the 90 % of its report.
 RESTART = 300.0
-# Bytes/s that shared storage has for each GPU: Llama 3's wrote 2 TB/s for 16,384 of them.
+# Bytes/s of shared storage per GPU: Llama 3's wrote 2 TB/s for 16,384 GPUs.
 STORAGE = 2e12 / 16384
 SOURCE = "failures: 419 in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024)"
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Of a layout on a cluster, with the cheapest interval between checkpoints."""
+    """Goodput of a layout on a cluster, at the cheapest checkpoint interval."""
 
-    share: float  # of the time, that advances the run
-    least: float  # the same at the highest failure rate that was published, and at the lowest
+    share: float  # of the time that advances the run
+    least: float  # the same at the highest and at the lowest published failure rate
     most: float
-    hours_between: float  # interruptions, on average
+    hours_between: float  # mean hours between interruptions
     checkpoint_every: int  # steps
-    checkpoint_seconds: float  # that a checkpoint costs
+    checkpoint_seconds: float  # training time lost per checkpoint
     restart_seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -51,14 +51,14 @@ class Goodput:
 
 
 def goodput(plan: Plan) -> Goodput | None:
-    """None of processes on a CPU: what was published is about GPUs."""
+    """None for CPU processes, since published rates are for GPUs."""
     workload = plan.workload
     if workload.cluster.device.name == "cpu":
         return None
     between = GPU_HOURS_BETWEEN * HOUR / plan.world
     written = state_bytes(workload) / plan.world / STORAGE
     costs, restart = _checkpoint(workload, written), RESTART + written
-    # The next checkpoint waits for the one before, so none is cheaper than what is written by then.
+    # A checkpoint waits for the previous one, so an interval shorter than writing gains nothing.
     interval = max(cheapest_interval(costs, between), written)
     every = max(1, round(interval / plan.step.seconds))
     shares = [
@@ -69,7 +69,7 @@ def goodput(plan: Plan) -> Goodput | None:
 
 
 def in_words(found: Goodput) -> str:
-    """In one line."""
+    """One line for the user."""
     hours = found.hours_between
     often = f"{hours:.2g} h" if hours < 48 else f"{hours / 24:,.0f} days"
     return (
@@ -80,7 +80,7 @@ def in_words(found: Goodput) -> str:
 
 
 def cheapest_interval(costs: float, between: float) -> float:
-    """Seconds of training between checkpoints that cost so much, where interruptions are so far apart."""
+    """The optimal seconds between checkpoints, given their cost and the mean time between interruptions."""
     if costs >= 2 * between:
         return between
     part = costs / (2 * between)
@@ -90,13 +90,13 @@ def cheapest_interval(costs: float, between: float) -> float:
 def useful(interval: float, costs: float, restart: float, between: float) -> float:
     """The share of time that advances the run."""
     exponent = (interval + costs) / between
-    if exponent + restart / between > 700:  # beyond what a float holds, nothing ever comes to its end
+    if exponent + restart / between > 700:  # beyond the range of floats, nothing ever completes
         return 0.0
     return interval / (between * math.exp(restart / between) * math.expm1(exponent))
 
 
 def state_bytes(workload: Workload) -> float:
-    """Of a checkpoint: what is trained, as it rests, and the optimizer's states."""
+    """Bytes of a checkpoint: the trained weights as stored, and the optimizer states."""
     network = workload.network
     trained = (
         sum(parameter.size for parameter in adapter_parameters(network))
@@ -108,6 +108,6 @@ def state_bytes(workload: Workload) -> float:
 
 
 def _checkpoint(workload: Workload, written: float) -> float:
-    """What training loses to one: the copy to the host's memory, and a slower pace while that is written."""
+    """Training time lost to one checkpoint: the copy to host memory, and the slowdown while it is written."""
     link = calibration.node_rates(workload.cluster, calibration.find(workload.cluster)).link
     return state_bytes(workload) / workload.layout.world / link + SLOWED * written

@@ -1,8 +1,8 @@
-"""Headroom: device memory that a plan leaves free, and how likely the run needs more than there is all the same.
+"""Headroom: device memory that a plan leaves free, and the probability that the run still needs more than there is.
 
-A peak is predicted as bytes that tensors hold. What the allocator then reserved, over what was predicted, is known of
-every rank that ``benchmarks/predicted.py`` measured: the error of the prediction and the fragments together. Those with
-20 GiB and more say how likely a plan runs out; a test counts them again.
+Peaks are predicted as bytes in tensors. The ratio of what the allocator then reserved to the prediction is known for
+every rank measured by ``benchmarks/predicted.py``: prediction error and fragmentation together. Ranks with 20 GiB and
+more give the probability that a plan runs out of memory; a test recomputes it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from shoal.facts.problem import BadInput
 from shoal.predict.memory.device import FRAGMENTED
 
 GIB = 2**30
-# Of so many measured ranks, the share of those that reserved more than so many times what was predicted.
+# Of this many measured ranks, the share that reserved more than each multiple of the prediction.
 RANKS, LEAST = 66, 20 * GIB
 MORE_THAN = ((1.0, 1.0), (1.0055, 0.95), (1.0184, 0.75), (1.0291, 0.5), (1.0577, 0.2))
-# And by how much more than the last of these, on average, those did that reserved more. Beyond it the share falls as
-# that of an exponential distribution does.
+# The mean excess over the last of these among ranks that reserved more. Beyond it, the tail is exponential.
 BEYOND = 0.0146
 
 FIX = "a fraction of the device's memory, as in --headroom 0.1, or a size, as in --headroom 8GiB"
@@ -30,9 +29,7 @@ UNITS = {"": None, "%": None, "gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6
 
 @dataclass(frozen=True)
 class Headroom:
-    """So many bytes, or such a share of a device's memory, at the 90th percentile; or a probability of running out that
-    is small enough.
-    """
+    """Bytes, a share of device memory at the 90th percentile, or a maximum probability of running out."""
 
     share: float = 0.0
     size: int = 0
@@ -42,14 +39,14 @@ class Headroom:
         return self.size + round(self.share * capacity)
 
     def left_by(self, memory: Ledger) -> bool:
-        """Whether a plan fits and leaves as much."""
+        """Whether a plan fits and leaves this much."""
         if not memory.fits or memory.capacity - memory.device_p90 < self.bytes(memory.capacity):
             return False
         return self.risk >= 1 or out_of_memory(memory) <= self.risk
 
     @property
     def most(self) -> float:
-        """Of what may be reserved, the share that a plan may be predicted to allocate for its risk to be small."""
+        """The share of reservable memory that a plan may be predicted to allocate at this risk."""
         return 1 / least_times(self.risk)
 
     def __str__(self) -> str:
@@ -80,15 +77,15 @@ def read_headroom(text: str) -> Headroom:
 
 
 def out_of_memory(memory: Ledger) -> float:
-    """The probability that a run in this layout needs more memory than its devices have."""
-    if memory.reserved == memory.peak_allocated:  # a CPU's allocator gives back what is freed
+    """The probability that this layout needs more memory than its devices have."""
+    if memory.reserved == memory.peak_allocated:  # a CPU's allocator returns freed memory
         return 0.0 if memory.fits else 1.0
     beside = memory.device_total - memory.reserved
     return more_than((memory.capacity - beside) / (memory.reserved / FRAGMENTED))
 
 
 def more_than(times: float) -> float:
-    """The probability that more than so many times what was predicted is reserved."""
+    """The probability that more than ``times`` the prediction is reserved."""
     last, share = MORE_THAN[-1]
     if times >= last:
         return share * math.exp((last - times) / BEYOND)
@@ -99,7 +96,7 @@ def more_than(times: float) -> float:
 
 
 def least_times(risk: float) -> float:
-    """Of how many times what is predicted more is reserved with this probability, or a smaller one."""
+    """The multiple of the prediction that is exceeded with at most this probability."""
     last, share = MORE_THAN[-1]
     if risk < share:
         return last + BEYOND * math.log(share / risk)
@@ -110,7 +107,7 @@ def least_times(risk: float) -> float:
 
 
 def free_bytes(memory: Ledger) -> int:
-    """What stays free at the 90th percentile of fragmentation, as all that is said of a plan's memory."""
+    """Bytes free at the 90th percentile of fragmentation, like all memory statements about a plan."""
     return memory.capacity - memory.device_p90
 
 
@@ -118,7 +115,7 @@ def free(memory: Ledger) -> str:
     return f"{free_bytes(memory) / GIB:.1f} GiB free"
 
 
-# A probability of running out of memory that is as good as none: what is chosen has no larger one, where there is such.
+# A negligible probability of running out of memory: the choice has none larger, if there is such a layout.
 UNLIKELY = 0.001
 USUAL = Headroom(risk=UNLIKELY)
 

@@ -1,7 +1,7 @@
-"""How many devices: the fewest that a model fits on, that meet a deadline, or that a budget is fastest with.
+"""Device counts: the fewest that a model fits on, that meet a deadline, or that are fastest within a budget.
 
-Clusters come in whole nodes and in steps of a quarter of the next power of two: other numbers share out neither a batch
-nor the layers of a model.
+Clusters come in whole nodes and in steps of a quarter of the next power of two: other counts divide neither a batch
+nor the layers of a model evenly.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from shoal.plan.scale import Cost, best, cost, resized
 from shoal.predict.flops import flops_per_token
 
 MOST = 131_072
-# Of the peak, where a first guess begins.
+# The MFU of the first guess.
 GUESS = 0.4
-# Of a usual size, what an odd number of nodes has to save.
+# How much smaller than a usual size an odd number of nodes must be.
 SAVES = 0.05
-# How often a budget's number is doubled, and the share of the most that a device did on fewer which it still has to do.
+# How often a budget's device count is doubled, and the share of the best per-device throughput on fewer devices that
+# it must keep.
 DOUBLINGS = 14
 WELL = 0.75
 
 
 @dataclass(frozen=True)
 class HowMany:
-    """A number of devices, its plan, and how sure it is."""
+    """A device count, its plan, and how certain it is."""
 
-    asked: PlanRequest  # with that number
+    asked: PlanRequest  # with that device count
     devices: int
     why: str
-    needed: float | None = (
-        None  # devices that a deadline takes at this plan's rate, in between sizes of clusters
-    )
+    needed: float | None = None  # devices needed at this plan's rate, between cluster sizes
     error_bar: float | None = None
     tried: tuple[int, ...] = ()
 
     @property
     def between(self) -> tuple[int, int] | None:
-        """As few and as many as the error bar allows."""
+        """The fewest and the most devices within the error bar."""
         if self.needed is None or self.error_bar is None:
             return None
         return math.floor(self.needed * (1 - self.error_bar)), math.ceil(self.needed * (1 + self.error_bar))
@@ -79,9 +78,10 @@ Tries = Callable[[int], tuple[PlanRequest, Plan] | None]
 
 
 def how_many(asked: PlanRequest) -> HowMany | None:
-    """For what was asked; None where no number up to ``MOST`` does, and on a CPU, whose processes are no cluster.
+    """The device count for the request; None if none up to ``MOST`` works, and on a CPU, whose processes are not a
+    cluster.
 
-    As many at least as hold the states: fewer would train, from the host's memory or from disks, but not well.
+    At least as many as hold the states: fewer could train from host memory or NVMe, but slowly.
     """
     if replicas_only(asked.cluster):
         return None
@@ -103,7 +103,7 @@ def how_many(asked: PlanRequest) -> HowMany | None:
 
 
 def sizes(asked: PlanRequest) -> list[int]:
-    """Numbers of devices that clusters of this device have."""
+    """Device counts that clusters of this device come in."""
     node = _per_node(asked)
     found = {size for size in (1, 2, 4) if size < node}
     quarters = (quarter << power for power in range(16) for quarter in (1, 2, 3, 4, 5, 6, 7))
@@ -111,13 +111,13 @@ def sizes(asked: PlanRequest) -> list[int]:
 
 
 def _per_node(asked: PlanRequest) -> int:
-    """Devices of a node: what was asked for says, where it has several."""
+    """Devices per node, as in the request if it has several."""
     cluster = asked.cluster
     return cluster.devices_per_node if cluster.nodes > 1 else default_per_node(cluster.device, MOST)
 
 
 def with_count(asked: PlanRequest, devices: int) -> PlanRequest | None:
-    """The same request on so many devices; a batch that was left open is what is usual there."""
+    """The same request on this many devices; a batch left open takes the usual value there."""
     request = resized(asked, devices)
     if request is None or asked.own_batch or asked.tokens is None:
         return replace(request, counted=True) if request else None
@@ -126,7 +126,7 @@ def with_count(asked: PlanRequest, devices: int) -> PlanRequest | None:
 
 
 def _for_deadline(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
-    """The smallest size that is in time: from a guess, by what each try says is needed, and then down."""
+    """The smallest size that meets the deadline: start from a guess, correct it by each try, then step down."""
     assert asked.tokens is not None and asked.deadline is not None
     peak = asked.cluster.device.peak(asked.recipe.precision) or 1e14
     wanted = flops_per_token(asked.model, asked.recipe.seq) * asked.tokens / (GUESS * peak * asked.deadline)
@@ -146,7 +146,7 @@ def _for_deadline(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMan
             break
     if found is None:
         return None
-    # Between two usual sizes: as many nodes as that rate says are enough, where that saves much.
+    # Between two usual sizes: as many nodes as that rate requires, if that saves enough.
     node = _per_node(asked)
     fewer = node * math.ceil(_needed(found, asked.deadline) / node)
     if fewer <= (1 - SAVES) * found[1].world and fewer not in looked:
@@ -168,10 +168,10 @@ def _from(counts: list[int], wanted: float) -> int:
 
 
 def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
-    """The fastest within it, doubling from the smallest that fits; where none is within it, the cheapest.
+    """The fastest within the budget, doubling from the smallest count that fits; if none is affordable, the cheapest.
 
-    Few devices recompute what more of them keep, so that a run grows cheaper before it grows dearer. What is left of a
-    budget is not spent on devices that wait for one another.
+    Few devices recompute what more of them keep, so a run first gets cheaper, then dearer. The rest of a budget is not
+    spent on devices that wait for one another.
     """
     assert asked.budget is not None
     most, waits = 0.0, False
@@ -219,7 +219,7 @@ def _priced(asked: PlanRequest, tries: Tries, devices: int) -> Priced | None:
 
 
 def _smallest(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
-    """The smallest on which something fits without offload."""
+    """The smallest count on which something fits without offload."""
     looked: list[int] = []
     for devices in counts:
         looked.append(devices)

@@ -25,21 +25,22 @@ from shoal.predict.workload import Workload
 
 RUNS = "runs"
 PLANNED = "planned only: "
-# The widest error bar that lets a slower layout count as equally fast. Two layouts of one model on one cluster share
-# much of their errors: of 3,066 pairs of published rows the ratio is off by 10 % on average, by 6 % in the middle.
+# The widest error bar within which a slower layout counts as equally fast. Two layouts of one model on one cluster
+# share much of their error: over 3,066 pairs of published rows the ratio is off by 10 % on average, with a median of 6
+# %.
 WIDEST = 0.1
-# What stands beside everything that is only planned.
+# Label of everything that is only planned.
 UNRUN = "priced but not run by the engine yet"
 
 
 @dataclass
 class Replicas:
-    """Plain data parallelism on all of a cluster's devices: what every plan is compared with."""
+    """Plain data parallelism on all of a cluster's devices: the baseline of every plan."""
 
-    micro: int  # the fastest micro-batch that fits; the smallest where none does
+    micro: int  # the fastest micro-batch that fits; the smallest if none does
     fits: bool
     tokens_per_s: float
-    bytes: int = 0  # that a device needs, at the 90th percentile
+    bytes: int = 0  # needed per device, at the 90th percentile
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Plan:
     step: StepTime
     replicas: Replicas
     why: str = ""
-    called: str | None = None  # how the user wrote the model, which its name does not say: a path
-    tie: bool = False  # whether it is within the error bar of the best plan
+    called: str | None = None  # how the user specified the model, if its name does not tell: a path
+    tie: bool = False  # within the error bar of the best plan
 
     @property
     def layout(self) -> Layout:
@@ -68,7 +69,7 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """Machines that its ranks are on, as many on each."""
+        """Nodes that its ranks are on, equally many on each."""
         return -(-self.world // self.workload.cluster.devices_per_node)
 
     @property
@@ -99,13 +100,13 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Of the device's dense peak; None where its maker does not state one."""
+        """Relative to the device's dense peak; None if its maker does not state one."""
         peak = self.workload.cluster.device.peak(self.workload.recipe.precision)
         return self.model_tflops_per_gpu * 1e12 / peak if peak else None
 
     @property
     def vs_ddp(self) -> float:
-        """Throughput over that of plain replicas on as many devices, whether those fit or not."""
+        """Throughput relative to plain replicas on as many devices, whether those fit or not."""
         return self.tokens_per_s / self.replicas.tokens_per_s
 
     @property
@@ -122,15 +123,16 @@ class Plan:
 
     @property
     def limit(self) -> float:
-        """What takes no more seconds than this is as fast, as far as can be told: it is within the error bar.
+        """Step times up to this are indistinguishable from this plan's: within its error bar.
 
-        Where that is wide, little is known of either; then no more than a tenth is given up for a simpler layout.
+        A wide error bar means that little is known about either; then at most a tenth is given up for a simpler
+        layout.
         """
         return self.step.seconds * (1 + self.told_apart)
 
     @property
     def told_apart(self) -> float:
-        """By how much another layout has to be slower to be told apart from this one."""
+        """How much slower another layout must be to be distinguishable from this one."""
         return min(self.error_bar, WIDEST)
 
     @cached_property
@@ -145,12 +147,12 @@ class Plan:
 
     @cached_property
     def support(self) -> str:
-        """Whether the engine runs it; if not, what it does not run yet."""
+        """Whether the engine runs it; if not, what is missing."""
         return supported(self.workload)
 
     @property
     def lacks(self) -> str:
-        """What the engine does not run of it."""
+        """The parts of it that the engine does not run."""
         return self.support.removeprefix(PLANNED)
 
     @property
@@ -159,7 +161,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """What to type next: a config to train with or, for what the engine does not run yet, an export."""
+        """The command to run next: create a config to train or, if the engine does not run it yet, export."""
         asked = f"{ask(self.workload, self.called)} --layout {shlex.quote(str(self.layout))}"
         if (stack := self.workload.stack) is not SHOAL:
             return f"shoal plan {asked} --export {stack.name}"
@@ -178,7 +180,7 @@ def judge(workload: Workload, on: CostModel | None = None, against: Replicas | N
 def replicas(workload: Workload, on: CostModel) -> Replicas:
     """Plain replicas on as many devices as the workload's layout has ranks."""
     world, recipe = workload.layout.world, workload.recipe
-    # A batch that cannot be shared out so far is rounded up: what is compared is throughput.
+    # An indivisible batch is rounded up: the comparison is in throughput.
     batch = -(-recipe.batch // world) * world
     rounded = replace(workload, recipe=recipe.model_copy(update={"batch": batch}))
     best: Replicas | None = None
@@ -198,12 +200,12 @@ def replicas(workload: Workload, on: CostModel) -> Replicas:
 
 
 def engine_runs(workload: Workload) -> bool:
-    """Whether the engine runs the model and the recipe, in some layout."""
+    """Whether the engine runs the model and the recipe in some layout."""
     return supported(replace(workload, layout=Layout())) == RUNS
 
 
 def supported(workload: Workload) -> str:
-    """``runs``, or what of it the engine only plans yet; of another stack, what that one does not run."""
+    """``runs``, or what the engine only plans so far; for another stack, what it does not run."""
     if (stack := workload.stack.name) in RULES:
         others = [gap.what for gap in gaps(stack, asked_of(workload))]
         return PLANNED + ", ".join(others) if others else RUNS
@@ -215,13 +217,13 @@ def supported(workload: Workload) -> str:
 
 
 def asked_of(workload: Workload) -> Asked:
-    """What the rules of another stack look at."""
+    """The input of another stack's rules."""
     rank = workload.lora.rank if workload.lora else None
     return Asked(workload.layout, workload.model, workload.recipe, rank)
 
 
 def ask(workload: Workload, called: str | None = None) -> str:
-    """The workload without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
+    """The workload without its layout, as shell-quoted arguments of ``shoal plan``."""
     recipe = workload.recipe
     model, cluster = shlex.quote(called or workload.model.name), shlex.quote(str(workload.cluster))
     words = f"{model} --on {cluster} --seq {recipe.seq} --batch {recipe.batch}"

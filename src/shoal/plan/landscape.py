@@ -1,7 +1,7 @@
-"""What a page of a plan shows of a request and of those beside it: layouts as points, their frontier, the best of them.
+"""The data of a plan's page: a request and its neighbours, layouts as points, their frontier, and the best of them.
 
-A space has up to millions of layouts. Drawn are some of every strategy, each priced like any other; what the search
-found is always among them.
+A space has up to millions of layouts. Some of every strategy are drawn, each priced normally; what the search found is
+always included.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from shoal.plan.space import Candidate, PipelineOrder, Space
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
 
-# Layouts that are priced for the picture of the request, and of each other one.
+# Layouts to price for the picture of the request, and of each neighbour.
 MANY, SOME = 360, 40
-# Best plans that are told in full.
+# Best plans shown in full.
 BEST = 4
 ANY = "any"
-# More memory than this many times what there is says no more than "far too much".
+# Memory beyond this multiple of the device's is just "far too much".
 FARTHEST = 4.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One request of the grid, as a page needs it."""
+    """One request of the grid, with what a page needs."""
 
     devices: int
     batch: int
@@ -55,9 +55,9 @@ class Cell:
 def landscape(
     found: PlanReport, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Cell]:
-    """The request's own cell first, then those of other numbers of devices, batches and sequence lengths.
+    """The request's own cell first, then those of other device counts, batches and sequence lengths.
 
-    A layout that was asked for is shown among others on the same devices, and nowhere else.
+    A requested layout is shown among others on the same devices, and nowhere else.
     """
     asked = found.asked
     own = _cell(asked, [*found.plans, *([found.choice] if found.choice else [])], found.choice, MANY)
@@ -72,7 +72,7 @@ def landscape(
 
 
 def _beside(asked: PlanRequest) -> Iterator[PlanRequest]:
-    """Half and twice of what was asked for, where there is such."""
+    """Half and twice of what was asked for, if possible."""
     recipe, devices = asked.recipe, asked.cluster.devices
     counts = [devices // 4, devices // 2, devices, 2 * devices]
     on = {
@@ -81,7 +81,7 @@ def _beside(asked: PlanRequest) -> Iterator[PlanRequest]:
         if count >= 1 and (request := asked if count == devices else scale.resized(asked, count))
     }
     if asked.cluster.device.name == "cpu" or asked.cluster.name == "local":
-        on = {devices: asked}  # this machine has what it has
+        on = {devices: asked}  # this machine's devices are fixed
     rows = recipe.loss_facts.rows
     batches = [
         batch
@@ -102,12 +102,12 @@ def _beside(asked: PlanRequest) -> Iterator[PlanRequest]:
 
 
 def _searched(requests: Sequence[PlanRequest]) -> Iterator[Cell]:
-    """On all cores, where processes begin as copies of this one: they know the rates that were measured."""
+    """Search on all cores with forked processes, which inherit the measured rates."""
     workers = min(len(requests), os.cpu_count() or 1)
     if workers < 2 or multiprocessing.get_start_method() != "fork":
         yield from map(_other, requests)
         return
-    # What this process has thrown away and not tidied up yet may wait for its threads, which copies do not have.
+    # The parent's uncollected garbage may wait for its threads, which forked children do not have.
     with ProcessPoolExecutor(workers, initializer=gc.freeze) as pool:
         yield from pool.map(_other, requests)
 
@@ -115,7 +115,7 @@ def _searched(requests: Sequence[PlanRequest]) -> Iterator[Cell]:
 def _other(asked: PlanRequest) -> Cell:
     try:
         found = searched(asked.workload(Layout()), 1, headroom=asked.headroom)
-    except BadInput:  # a batch that no layout of so many devices divides
+    except BadInput:  # no layout on this many devices divides the batch
         return _cell(asked, [], None, 0)
     plan = found.chosen.plan if found.chosen else None
     return _cell(asked, [*found.plans, *([plan] if plan else [])], plan, SOME)
@@ -145,8 +145,8 @@ def _cell(asked: PlanRequest, plans: Iterable[Plan], chosen: Plan | None, most: 
 
 
 def _priced(asked: PlanRequest, known: dict[Layout, Plan], most: int) -> Iterator[Plan]:
-    """Layouts of every strategy: each recomputation, states over all ranks or over none, the smallest, a middle and the
-    largest micro-batch.
+    """Layouts of every strategy: each recomputation, states over all ranks or over none, the smallest, a middle and
+    the largest micro-batch.
     """
     workload = asked.workload(Layout())
     space = Space(asked.model, asked.recipe, asked.cluster.devices, lora=asked.lora)
@@ -184,7 +184,7 @@ def _some(space: Space) -> Iterator[Candidate]:
 
 
 def _best(plans: Sequence[Plan], chosen: Plan | None, recompute: str | None) -> list[Plan]:
-    """The fastest of the strategies that fit, what is chosen before all others."""
+    """The fastest plan of each strategy that fits, the chosen one first."""
     able = [plan for plan in plans if plan.fits and recompute in (None, plan.layout.recompute)]
     first = [plan for plan in able if plan is chosen]
     fastest = sorted((plan for plan in able if plan is not chosen), key=lambda plan: plan.step.seconds)
@@ -198,7 +198,7 @@ def _best(plans: Sequence[Plan], chosen: Plan | None, recompute: str | None) -> 
 
 
 def frontier(plans: Iterable[Plan]) -> list[tuple[float, int]]:
-    """The points that no other is faster than with as little memory, from the slowest to the fastest."""
+    """The Pareto frontier of time and memory, from the slowest to the fastest point."""
     kept: list[tuple[float, int]] = []
     least: int | None = None
     for plan in sorted(
@@ -244,13 +244,13 @@ def _told(asked: PlanRequest, plan: Plan, chosen: bool) -> dict[str, Any]:
 
 
 def _held(memory: Ledger) -> dict[str, int]:
-    """By category, with what a device needs beyond its tensors: together, what has to fit."""
+    """Memory by category, including what a device needs beyond tensors: the sum must fit."""
     parts = {name: int(getattr(memory, name)) for name in HELD}
     return {**parts, "reserve": max(0, memory.device_p90 - sum(parts.values()))}
 
 
 def _axes(plan: Plan) -> list[dict[str, Any]]:
-    """Every group of ranks that talks: how many they are, the link they cross, what they send, what is waited for."""
+    """Every group of ranks that communicates: its size, its link, what it sends, and how long the step waits for it."""
     sent: dict[str, tuple[int, int]] = {}
     for row in plan.traffic:
         calls, size = sent.get(row.group, (0, 0))
@@ -273,7 +273,7 @@ def _axes(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _who(group: str, plan: Plan) -> tuple[str, int, int]:
-    """A group's name, its ranks and how far apart they are: a pipeline's messages name their ranks alone."""
+    """A group's name, size and stride; a pipeline's messages are named after their ranks."""
     listed = read_ranks(group)
     if not listed:
         _, ranks, stride = plan.workload.ranks_of(group)

@@ -1,6 +1,6 @@
-"""What a micro-batch takes on one rank at least, layer by layer: priced once, and shared by all bounds on step time.
+"""Lower bounds on a micro-batch's time on one rank, layer by layer: priced once, and shared by all step-time bounds.
 
-What moves of weights beside products is added to that: it differs with every number of micro-batches.
+Weight traffic besides products is added separately, since it changes with the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from shoal.predict.workload import Workload
 
 
 class Costs(NamedTuple):
-    """Seconds of one micro-batch, on a rank's share of it."""
+    """Seconds of one micro-batch, for a rank's share."""
 
-    dense: float  # a layer, there and back, with what it repeats and what it exchanges within
-    sparse: float  # and a layer with experts
+    dense: float  # per layer, forward and backward, with recomputation and exchanges within the layer
+    sparse: float  # per layer with experts
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
     dense_computed: float  # the same layers without exchange
@@ -50,7 +50,7 @@ class Costs(NamedTuple):
     backward: float
 
     def ends(self, kind: RankKind) -> float:
-        """Of the embedding and the head, what a rank has; weight gradients are counted with their inputs'."""
+        """A rank's part of the embedding and the head; weight gradients are counted with input gradients."""
         first, last = self.first, self.last
         return (first.forward + first.input if kind.first else 0.0) + (
             last.forward + last.input if kind.last else 0.0
@@ -59,7 +59,7 @@ class Costs(NamedTuple):
 
 @dataclass
 class LayerBound:
-    """Of one model on one cluster."""
+    """Layer bounds for one model on one cluster."""
 
     on: CostModel
     tune: TuneSection
@@ -69,7 +69,7 @@ class LayerBound:
 
     def __post_init__(self) -> None:
         self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
-        # By what each depends on, and not by the model, whose hash takes a while.
+        # Cached by what each result depends on, instead of by the model, which is slow to hash.
         self.kinds = cache(self._stage_kinds)
         self.expert_parts = cache(self._expert_parts)
         self.body = cache(self._all_layers)
@@ -77,14 +77,14 @@ class LayerBound:
         self._least_held = cache(self._least_handled)
         self.moving = cache(self._moved_beside)
         self.measured = isinstance(self.on.kernels, MeasuredKernels)
-        # Frozen weights have no gradients; where some are, that of the others is left out.
+        # Frozen weights have no gradients; if some are frozen, the gradients of the others are ignored.
         self.frozen = self.lora is not None or self.recipe.freezes
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self.within = WithinBound(self.on, self._workload(Layout()), self.body)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     def least_held(self, split: ModelSplit, share: WorkShare) -> Handling:
-        """Whatever becomes of states: in a pipeline no gradients add up in shards."""
+        """A bound for any sharding: in a pipeline gradients never accumulate as shards."""
         if split.pp == 1:
             return layer.FREE
         return self._least_held(accumulation(self.recipe.batch, split.data, share.micro))
@@ -94,9 +94,9 @@ class LayerBound:
         return Handling(least, least)
 
     def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Handling:
-        """At least, also where experts are on fewer ranks than here."""
+        """A lower bound, also for experts on fewer ranks than here."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        # One device that works through all of a batch at once widens no gradient.
+        # A single device that processes the whole batch at once widens no gradient.
         alone = split.data * split.tp * split.cp * split.pp == 1
         found = []
         for ep in (1, share.ep):
@@ -116,10 +116,10 @@ class LayerBound:
         held: Handling,
         compiled: bool | None = None,
     ) -> Costs:
-        """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
+        """``compiled``: None while the schedule is open; then blocks are assumed compiled if any schedule allows it."""
         compiled = self.compiled(split, None) if compiled is None else compiled
-        # What moves beside products is added: it differs with every number of micro-batches. Where kernels were
-        # measured, it is measured as well.
+        # Weight traffic is added separately, since it changes with the number of micro-batches; with measured kernels,
+        # it is measured as well.
         within = held if self.measured else layer.FREE
         key = (split.tp, split.cp, *share, recompute, within, compiled)
         known = self._costs.get(key)
@@ -130,7 +130,7 @@ class LayerBound:
     def _holding(
         self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling
     ) -> Costs:
-        """With what moves of weights and their gradients."""
+        """Costs including the traffic of weights and their gradients."""
         dense, sparse, last = self.moving(split.tp, share.ep, held)
         times = 2 if recompute == "full" else 1
         more = times * dense.forward + dense.backward, times * sparse.forward + sparse.backward
@@ -147,7 +147,7 @@ class LayerBound:
         )
 
     def _moved_beside(self, tp: int, ep: int, held: Handling) -> list[Passes]:
-        """Seconds beside products: of a layer without experts, of one with them, and of the head."""
+        """Seconds besides products: for a layer without experts, one with them, and the head."""
         moved, (own, routed) = self.on.kernels.moved, held
         sizes = [*self._matrices_of(tp, ep), (-(-self.model.vocab // tp) * self.model.hidden, 0)]
         return [
@@ -159,7 +159,7 @@ class LayerBound:
         ]
 
     def _matrices_of(self, tp: int, ep: int) -> list[tuple[int, int]]:
-        """Parameters of a layer without and of one with experts: all but experts' own, and these."""
+        """Parameters of a layer without and of one with experts: without routed experts, and those alone."""
         body, found = self.body(tp, True), []
         for sparse, count in ((False, body.dense), (True, body.sparse)):
             share = layer.LayerShare(1, 1.0, 1, 1, tp, ep, sparse)
@@ -177,7 +177,7 @@ class LayerBound:
     def _priced(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling, compiled: bool
     ) -> Costs:
-        """One micro-batch of one rank."""
+        """One micro-batch on one rank."""
         tokens, model = share.micro * self.recipe.seq // split.cp, self.model
         body = self.body(split.tp, share.sp)
         decided = split, share, recompute, compiled
@@ -206,7 +206,7 @@ class LayerBound:
     def _parts(
         self, split: ModelSplit, share: WorkShare, held: Handling, compiled: bool
     ) -> Iterator[layer.LayerShare]:
-        """A rank's share of a layer, of each kind that there is."""
+        """A rank's share of a layer, for each kind of layer present."""
         body = self.body(split.tp, share.sp)
         tokens = share.micro * self.recipe.seq // split.cp
         between = tokens / split.tp if share.sp else float(tokens)
@@ -228,9 +228,9 @@ class LayerBound:
         return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
 
     def _all_layers(self, tp: int, sp: bool) -> RankParameters:
-        """Without the ends."""
+        """All layers, without the ends."""
         whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
-        # Beside adapters the first block's backward pass stops early.
+        # With adapters the first block's backward pass stops early.
         return replace(whole, first=self.lora is not None, last=False)
 
     def _workload(self, layout: Layout) -> Workload:

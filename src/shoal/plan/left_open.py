@@ -1,4 +1,4 @@
-"""What a question may leave open: the number of devices, the batch, the length of sequences; and what it may not."""
+"""What a request may leave open (device count, batch, sequence length), and what it may not."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import active_parameter_count
 from shoal.facts.problem import Problem
 
-# Sequences of pretraining are usually no longer.
+# Pretraining sequences are usually no longer.
 LONGEST = 8192
 
 
 def device_alone(on: str) -> bool:
-    """Whether a cluster is written as its device, so that the number is the question. A CPU is this machine's."""
+    """Whether a cluster is given as a device only, so that the count is the question. A CPU means this machine."""
     return catalogue.find(on) not in (None, catalogue.CPU)
 
 
 def pretraining_seq(model: Model) -> int:
-    """Tokens of a sequence: as many as the model takes, within what is usual."""
+    """Tokens per sequence: as many as the model supports, up to the usual length."""
     return min(model.max_positions, LONGEST)
 
 
 def pretraining_batch(model: Model, seq: int, tokens: int, devices: int) -> int:
-    """Sequences per step of a run of so many tokens, in a number that as many devices share out.
+    """Sequences per step for a run over ``tokens``, rounded to a number that this many devices divide.
 
-    DeepSeek LLM (2024), equation 1: 0.2920 · C^0.3271 tokens, for C FLOPs in all.
+    DeepSeek LLM (2024), equation 1: 0.2920 · C^0.3271 tokens, for C FLOPs in total.
     """
     wanted = 0.2920 * (6.0 * active_parameter_count(model) * tokens) ** 0.3271 / max(1, seq)
     if wanted >= devices:
         return int(devices * round(wanted / devices))
-    # Fewer sequences than devices: a number that many of them share.
+    # Fewer sequences than devices: take a number that many of them divide.
     odd = devices
     while odd % 2 == 0:
         odd //= 2
@@ -48,7 +48,7 @@ def lacking(
     deadline: object,
     budget: object,
 ) -> Iterator[Problem]:
-    """What has to be said so that the rest can be answered; None is what was left out."""
+    """What must be specified to answer the rest; None marks what was omitted."""
     if batch is None and tokens is None and deadline is budget is None:
         yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
     if not counted and layout is not None:

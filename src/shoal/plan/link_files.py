@@ -1,8 +1,8 @@
-"""``--links``: measured links from a file, for the cluster that is planned for.
+"""``--links``: measured link rates from a file, for the planned cluster.
 
-What nccl-tests print (``all_reduce_perf`` and its like, one log or several in one file), or the rates that
-``shoal bench comm`` stored. The log says how many ranks took part on how many hosts; one host is the fast link, several
-are the network.
+The file holds output of nccl-tests (``all_reduce_perf`` and its like, one log or several), or rates stored by ``shoal
+bench comm``. A log says how many ranks on how many hosts took part; one host measures the fast link, several the
+network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ WANTED = (
 
 # ``#  Rank  3 Group  0 Pid  316 on worker-0 device  3 [0x5d] NVIDIA H100 80GB HBM3``; older ones have no group.
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
-# ``size count type redop root time algbw busbw error``: what is not reduced may have no redop, older ones have no root.
+# ``size count type redop root time algbw busbw error``: operations without reduction may have no redop, older logs no
+# root.
 _HEADER = re.compile(r"#\s+size\s+count\s+type\b.*\bbusbw\b")
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _FIRST = r"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w*\s+(?:([a-z]+)\s+)?"
@@ -44,7 +45,7 @@ _OURS = {"alltoall": "all_to_all", "sendrecv": "send"}
 
 @dataclass(frozen=True)
 class LinkLog:
-    """One log: the ranks that took part, and what was timed."""
+    """One log: its ranks and its timings."""
 
     hosts: tuple[str, ...]  # of every rank
     device: str
@@ -56,7 +57,7 @@ class LinkLog:
 
 
 def use_links(path: Path, cluster: Cluster) -> None:
-    """From now on predictions for this cluster's device kind use what the file shows."""
+    """Make predictions for this cluster's device kind use the file's rates from now on."""
     try:
         text = read_bytes(path).decode(errors="replace")
     except (OSError, ValueError) as error:
@@ -79,7 +80,7 @@ def use_links(path: Path, cluster: Cluster) -> None:
 
 
 def read_logs(text: str) -> Iterator[LinkLog]:
-    """Rank 0 begins a log; its operation is the last that was named before, if any was."""
+    """Each rank 0 line starts a new log; its operation is the last one named before it, if any."""
     hosts: list[str] = []
     calls: list[TimedCollective] = []
     device, named, upcoming, rooted = "", None, None, True
@@ -105,7 +106,7 @@ def read_logs(text: str) -> Iterator[LinkLog]:
 
 
 def _operation(reduced: str | None, algorithm: float, bus: float, ranks: int) -> str | None:
-    """Which operation a row is of, by how its two bandwidths differ, where the log does not say."""
+    """The operation of a row, inferred from the ratio of its two bandwidths if the log does not say."""
     if not algorithm:
         return None
     share = bus / algorithm
@@ -130,7 +131,7 @@ def within_a_node(logs: list[LinkLog], source: str) -> LinkRates:
 
 
 def between_nodes(logs: list[LinkLog], cluster: Cluster, source: str) -> LinkRates:
-    """Rates of the network: what a whole node reaches, whichever part of its devices took part."""
+    """Rates of the network: what a whole node reaches, whichever of its devices took part."""
     known = calibration.find(cluster)
     bandwidths, slower = [], []
     for log in logs:
@@ -138,7 +139,7 @@ def between_nodes(logs: list[LinkLog], cluster: Cluster, source: str) -> LinkRat
         used = min(near, cluster.nics) / min(cluster.devices_per_node, cluster.nics)
         for fit in fit_operations(log.calls).values():
             bandwidths.append(fit.bandwidth / min(1.0, used))
-            # What of the latency is the network's is what the ways inside a node do not explain.
+            # The network's part of the latency is what the links inside a node do not explain.
             built_in = Links(cluster, known).seconds(fit.op, 1, log.nodes * near, 1)
             slower.append(fit.latency / built_in)
     times = statistics.median(slower)
@@ -154,7 +155,7 @@ def between_nodes(logs: list[LinkLog], cluster: Cluster, source: str) -> LinkRat
 
 
 def _slower(fit: OperationFit, built_in: LinkRates) -> float:
-    """A measured latency over what the built-in rates make of it."""
+    """A measured latency relative to the built-in rates' prediction."""
     passes = ROUNDS.get(fit.op, 1.0) * (fit.ranks - 1 if fit.op in ROUNDS else 1)
     return fit.latency / (built_in.start + passes * built_in.hop)
 

@@ -1,7 +1,7 @@
-"""Kinds of runs that were measured, how wrong the planner is on each, and how far a workload is from the nearest.
+"""Kinds of measured runs, the planner's error on each, and a workload's distance from the nearest.
 
-Rows of one source that are alike in device, axes and nodes are a kind; only rows that no constant was fitted on count.
-``tests/plan/test_measured_kinds.py`` counts them again.
+Rows of one source with the same device, axes and nodes form a kind; only rows on which no constant was fitted count.
+``tests/plan/test_measured_kinds.py`` recounts them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.predict.workload import Workload
 
 
 class MeasuredKind(NamedTuple):
-    """Rows that are alike."""
+    """A group of similar rows."""
 
     source: str
     device: str
@@ -21,7 +21,7 @@ class MeasuredKind(NamedTuple):
     pp: bool
     nodes: bool  # more than one
     rows: int
-    error: float  # the mean of what predictions are off by, of these rows
+    error: float  # mean relative error of these rows' predictions
     devices: float  # geometric means
     hidden: float
     seq: float
@@ -52,7 +52,7 @@ KINDS: tuple[MeasuredKind, ...] = (
     MeasuredKind("shoal", "H200", False, False, False, 59, 0.06, 1.0, 3000.0, 3000.0),
 )
 
-# Which software ran a source's rows, as its stack's name begins.
+# The software that ran a source's rows, as a prefix of its stack's name.
 SOFTWARE = {
     "vtrain": "megatron",
     "megatron": "megatron",
@@ -68,27 +68,29 @@ GENERATIONS = (
     ("MI3",),
 )
 
-# What makes a workload differ from a kind, in steps: other software, a device of the same generation or of another, an
-# axis that only one of them has, something that no row has.
+# Distances between a workload and a kind, in steps: other software, a device of the same generation or of another, an
+# axis that only one of them has, a claim that no row supports.
 OTHER_SOFTWARE = 0.3
 SAME_GENERATION, OTHER_DEVICE = 0.3, 1.5
 ONE_AXIS = 0.5
 UNMEASURED = 2.0
-# And how many times as large it is, for one step: sixteen times as many devices, four times as long sequences, a stream
-# three times as wide.
+# Ratios that count as one step: sixteen times as many devices, four times as long sequences, a stream three times as
+# wide.
 DEVICES, SEQUENCE, WIDTH = 4.0, 2.0, 1.6
 
-# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, its rows
-# are off by up to six points more (docs/accuracy.md).
+# Extra error per step of distance. Fitted without a source or a model width, about one step away, its rows are off by
+# up to six points more (docs/accuracy.md).
 APART = 0.065
-# A mean becomes a bar that most rows are within.
+# Turns a mean error into a bar that most rows are within.
 MOST_ROWS = 1.25
-# A kind of few rows is taken to be as all are: so many rows of the mean over all of them count beside its own.
+# Kinds with few rows are shrunk towards the overall mean, which counts as this many rows.
 USUAL_ROWS, USUAL_ERROR = 5, 0.055
 
 
 def apart(workload: Workload, kind: MeasuredKind, unmeasured: int, known: bool) -> float:
-    """Steps from a kind, as the crow flies. ``unmeasured``: claims that no row supports; ``known``: the device is."""
+    """Euclidean distance from a kind, in steps. ``unmeasured``: claims that no row supports; ``known``: the device is
+    measured.
+    """
     layout, name = workload.layout, workload.cluster.device.name
     device = 0.0
     if name != kind.device:
@@ -109,10 +111,10 @@ def apart(workload: Workload, kind: MeasuredKind, unmeasured: int, known: bool) 
 
 
 def typical(kind: MeasuredKind) -> float:
-    """What a further row of a kind would be off by."""
+    """The expected error of a further row of a kind."""
     return (kind.rows * kind.error + USUAL_ROWS * USUAL_ERROR) / (kind.rows + USUAL_ROWS)
 
 
 def expected_error(workload: Workload, unmeasured: int, known: bool) -> float:
-    """By which share of itself a prediction may be off: as the nearest kind's rows are, and more for being apart."""
+    """The relative error expected of a prediction: that of the nearest kind's rows, plus a share for the distance."""
     return min(MOST_ROWS * typical(kind) + APART * apart(workload, kind, unmeasured, known) for kind in KINDS)

@@ -1,8 +1,8 @@
-"""The single measurement that would change a decision: what is assumed of links, kernels and memory, how far off it
-would have to be for another layout to win, and the command that measures it.
+"""The single measurement that would change a decision: an assumption about links, kernels or memory, how far off it
+must be for another layout to win, and the command that measures it.
 
-Every layout in question is priced again with a quantity changed, so that what is said is what the planner would decide
-if that were measured. Of those that change the decision, the one that is most easily so far off is named.
+Every layout in question is priced again with a changed quantity, so the answer is what the planner would decide with
+that measurement. Of the quantities that change the decision, the one most likely to be that far off is named.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from shoal.plan.explain import GIB
 from shoal.plan.judge import Plan
 from shoal.predict.time.step import cost_model, step
 
-# No quantity is taken to be further off than by this factor, either way.
+# The largest factor by which a quantity is assumed to be off, in either direction.
 FURTHEST = 4.0
-# Memory is predicted within a few percent: what has more room than this is in no doubt.
+# Memory is predicted within a few percent: with more room than this there is no doubt.
 FULLEST = 1.2
 EASILY_HELD = 1.05
-# Halvings of the range in which a decision changes, and layouts that it may change to.
+# Bisection steps for the point where a decision changes, and the number of rival layouts.
 HALVINGS = 6
 RIVALS = 4
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What to measure. ``factor``: how far off it has to be; None where nothing within reach changes the decision."""
+    """What to measure. ``factor``: how far off it must be; None if no plausible value changes the decision."""
 
     what: str
     text: str
     command: str
     factor: float | None = None
-    instead: str | None = None  # the layout that would be chosen, where that is known
+    instead: str | None = None  # the layout that would be chosen, if known
 
     def as_json(self) -> dict[str, Any]:
         return vars(self)
@@ -46,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something assumed, and by which factor it is easily off."""
+    """An assumed quantity, and the factor by which it may easily be off."""
 
     what: str
     easily: float
@@ -57,14 +57,14 @@ class Quantity:
 
 
 def decisive(chosen: Chosen, plans: Sequence[Plan]) -> Measurement | None:
-    """None on a CPU, where every process is a replica, and of what the engine does not run."""
+    """None on a CPU, where every process is a replica, and for what the engine does not run."""
     plan = chosen.plan
     if replicas_only(plan.workload.cluster) or not plan.runs:
         return None
     known = (
         each for each in (chosen.fastest, *plans) if each.layout != plan.layout and each.fits and each.runs
     )
-    # What is faster beyond its error bar as it is was not chosen for other reasons, which no measurement changes.
+    # Layouts already faster beyond their error bar were rejected for other reasons, which no measurement changes.
     open_to = {str(each.layout): each for each in known if plan.step.seconds <= each.limit}
     rivals = list(open_to.values())[:RIVALS]
     found = [_memory(plan, rivals), *(_flips(each, plan, rivals) for each in _quantities(plan))]
@@ -80,7 +80,7 @@ def decisive(chosen: Chosen, plans: Sequence[Plan]) -> Measurement | None:
 
 
 def _quantities(plan: Plan) -> list[Quantity]:
-    """What is assumed and not yet measured, of what a layout's time depends on."""
+    """Unmeasured quantities that a layout's time depends on."""
     cluster = plan.workload.cluster
     known = calibration.find(cluster)
     found = []
@@ -89,7 +89,7 @@ def _quantities(plan: Plan) -> list[Quantity]:
             f"torchrun --nnodes {min(cluster.nodes, 4)} --nproc-per-node {cluster.devices_per_node} "
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m shoal bench comm"
         )
-        # A fast link may join the nodes of a rack; then there is no network but beyond it.
+        # A fast link may join the nodes of a rack; the network only matters beyond it.
         if cluster.devices > cluster.fast_domain and cluster.nodes > 1:
             found.append(_link("network", across, cluster.network.kind))
         if cluster.fast is not None and cluster.fast_domain > 1:
@@ -131,7 +131,7 @@ def _other_peaks(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _flips(quantity: Quantity, plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | None:
-    """The factor nearest to one at which a rival is faster by more than its error bar, and how easily that is so."""
+    """The factor nearest to 1 at which a rival is faster by more than its error bar, and how likely that is."""
     nearest: tuple[float, Plan] | None = None
     for rival in rivals:
         for furthest in (1 / FURTHEST, FURTHEST):
@@ -178,7 +178,7 @@ def _wins(rival: Plan, plan: Plan, quantity: Quantity, factor: float) -> bool:
 
 
 def _memory(plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | None:
-    """What the chosen one may hold before it no longer fits, where that is not out of reach."""
+    """How much more memory the chosen one may take before it no longer fits, if that is plausible."""
     memory = plan.memory
     factor = memory.capacity / memory.device_p90
     if factor > FULLEST:
@@ -190,6 +190,6 @@ def _memory(plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | N
         f"({memory.device_p90 / GIB:.1f} predicted), this layout does not fit{then}."
     )
     save, trained, _ = plan.command.partition(" && ")
-    command = f"{save} && shoal dryrun plan.toml" if trained else save  # another stack's has its own tools
+    command = f"{save} && shoal dryrun plan.toml" if trained else save  # another stack has its own tools
     instead = str(smaller[0].layout) if smaller else None
     return math.log(factor) / math.log(EASILY_HELD), Measurement("memory", text, command, factor, instead)

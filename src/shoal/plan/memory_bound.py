@@ -1,7 +1,8 @@
 """Lower bounds on a rank's memory for a partially decided layout.
 
-The first rank of a pipeline is looked at, the second where it has more layers, and the last one where weight gradients
-are put off, which it does the most (``plan/rank_memory.py``). Of what is not decided yet, the most frugal is taken.
+Checks the first rank of a pipeline, the second if it has more layers, and the last one if weight gradients are
+deferred, since it defers the most (``plan/rank_memory.py``). For what is not decided yet, the most frugal value is
+assumed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shoal.predict.time.step import stage_kinds
 
 @dataclass
 class MemoryBound(RankMemory):
-    """``headroom``: what is left free of a device."""
+    """``headroom``: memory left free on a device."""
 
     headroom: Headroom = NONE
 
@@ -47,7 +48,7 @@ class MemoryBound(RankMemory):
         self._restings: dict[tuple[object, ...], float] = {}
         self._flying: dict[tuple[object, ...], Blocks] = {}
         self._parted: dict[tuple[object, ...], list[tuple[bool, tuple[PipelineOrder, ...]]]] = {}
-        # Off the device: bytes of a parameter's states with its gradient, and of its weight, at least.
+        # Off the device: lower bounds on the bytes of a parameter's states and gradient, and of its weight.
         hold = bytes_per_parameter(self.recipe, self.stack)
         self.away_states = (hold.master or hold.weight) + hold.moments
         self.away_gradient = min(hold.compute, hold.gradient)
@@ -55,32 +56,30 @@ class MemoryBound(RankMemory):
         self.host, self.nvme = host_share(self.cluster), nvme_share(self.cluster)
 
     def leaving(self, headroom: Headroom) -> MemoryBound:
-        """The same with another headroom; what is known by now of layouts does not depend on it."""
+        """The same with another headroom; cached results do not depend on it."""
         other = copy(self)
         other.headroom = headroom
         other._most = cache(other._allocated)
         return other
 
     def fits(self, split: ModelSplit, peak: float) -> bool:
-        """Whether so many bytes may fit, with as few communicators as this split can have."""
+        """Whether this peak may fit, with the fewest communicators that this split can have."""
         return peak <= self._most(split)
 
     def _allocated(self, split: ModelSplit) -> float:
-        """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
+        """The most that a device has room for; overheads scale with it, and a few bytes allow for rounding."""
         layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
         none, much = (on_top(self._workload(layout), size) for size in (0, 2**40))
         free = self.headroom.bytes(self.capacity)
         at_p90 = (self.capacity - free - none.p90) / (much.p90 - none.p90) * 2**40
-        if (
-            self.headroom.risk < 1 and none.reserved != much.total
-        ):  # a CPU's allocator gives back what is freed
+        if self.headroom.risk < 1 and none.reserved != much.total:  # a CPU's allocator returns freed memory
             at_p90 = min(at_p90, (self.capacity - none.total) * self.headroom.most)
         return at_p90 + 16
 
     def may_hold(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> bool:
-        """Whether anything may fit, with states over as many ranks as there are."""
+        """Whether anything may fit, with states over all ranks."""
         return self.fits(split, self.of_order(split, share, order, offload))
 
     def holds(self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding) -> bool:
@@ -89,11 +88,11 @@ class MemoryBound(RankMemory):
     def has_place(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> bool:
-        """Whether a node may have room for what is offloaded, in its memory and on its disks."""
+        """Whether a node may have room for offloaded states, in memory and on disk."""
         optimizer, params = (waiting(states.offload, what) for what in ("optimizer", "params"))
         if optimizer is None:
             return True
-        # Of the rank that has the least; embedding and head are left out.
+        # For the rank that has the least; embedding and head are left out.
         sizes = self._sizes(
             split, share.ep, states.fsdp, self._fewest(split.pp, order.schedule, order.chunks)
         )
@@ -111,12 +110,12 @@ class MemoryBound(RankMemory):
         return host <= self.host and nvme <= self.nvme
 
     def _fewest_blocks(self, pp: int, schedule: Schedule, chunks: int) -> Blocks:
-        """Of each kind, what the rank has that has the fewest."""
+        """The fewest blocks of each kind on any rank."""
         kinds = stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
         return Blocks(min(kind.dense for kind in kinds), min(kind.sparse for kind in kinds))
 
     def of_split(self, split: ModelSplit, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
-        """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
+        """For a pipeline's average rank with maximal sharding: bytes at rest, and at the update."""
         dense, sparse = self._layers
         sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
         whole = self._whole_experts(split, ep, split.data, sparse)
@@ -126,16 +125,16 @@ class MemoryBound(RankMemory):
         return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
 
     def of_share(self, split: ModelSplit, share: WorkShare, resting: float) -> float:
-        """The backward pass of one block comes on top of what rests.
+        """The backward pass of one block, added to what is at rest.
 
-        Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
-        too large, so are all that are larger.
+        Its own activations are on the device even if others are offloaded. It grows with the micro-batch: if one is
+        too large, so are all larger ones.
         """
         key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1, share.ep > 1
         least = self._least.get(key)
         if least is None:
             least = inf
-            # The schedule is not known yet, and with it whether blocks are compiled.
+            # The schedule is still open, and with it whether blocks are compiled.
             ways = {self._compiled(split.pp, schedule, share.ep) for schedule in ("1f1b", "zb")}
             for recompute, compiled in product(RECOMPUTES, ways):
                 kinds = [
@@ -154,7 +153,7 @@ class MemoryBound(RankMemory):
         orders: list[PipelineOrder],
         offload: tuple[Offload, ...],
     ) -> float:
-        """Of any of these orders, which compute the same again: what rests on a rank, and what it keeps."""
+        """For any of these orders, which recompute the same: bytes at rest on a rank, plus saved activations."""
         recompute = orders[0].recompute
         key = split, share, recompute, orders[0].schedule, len(orders), offload
         known = self._needed.get(key)
@@ -181,7 +180,7 @@ class MemoryBound(RankMemory):
     def kept_by_any(
         self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float = 0.0
     ) -> float:
-        """Of activations, the least that one of these orders keeps; so much of them is sent away."""
+        """The least activation memory of any of these orders; ``sent`` of it is offloaded."""
         key = split, share, orders[0], len(orders), sent
         kept = self._keeping.get(key)
         if kept is None:
@@ -192,7 +191,7 @@ class MemoryBound(RankMemory):
         self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float
     ) -> float:
         recompute = orders[0].recompute
-        # With more micro-batches no pipeline keeps fewer.
+        # With more micro-batches no pipeline holds fewer.
         times = min(accumulation(self.recipe.batch, split.data, share.micro), 2 * split.pp)
         kept = inf
         for compiled, alike in self._by_compilation(split.pp, share.ep, orders):
@@ -216,7 +215,7 @@ class MemoryBound(RankMemory):
         orders: list[PipelineOrder],
         offload: tuple[Offload, ...],
     ) -> float:
-        """A rank's least share of what all have, and of routed experts none."""
+        """A rank's smallest share of common parameters, without routed experts."""
         least = [self._fewest(split.pp, order.schedule, order.chunks) for order in orders]
         blocks = Blocks(min(one.dense for one in least), min(one.sparse for one in least))
         sizes = self._sizes(split, share.ep, split.data, blocks)
@@ -233,7 +232,7 @@ class MemoryBound(RankMemory):
         return max(0.0, weight) + optimizer + max(0.0, during)
 
     def _fewest_flying(self, orders: tuple[PipelineOrder, ...], pp: int, times: int, sent: float) -> Blocks:
-        """Blocks of each kind that the fullest rank keeps of all micro-batches, at least."""
+        """A lower bound on the blocks of each kind held over all micro-batches by the fullest rank."""
         key = orders[0], len(orders), pp, times, sent
         known = self._flying.get(key)
         if known is None:
@@ -246,7 +245,7 @@ class MemoryBound(RankMemory):
     def _by_compilation(
         self, pp: int, ep: int, orders: list[PipelineOrder]
     ) -> list[tuple[bool, tuple[PipelineOrder, ...]]]:
-        """Orders whose blocks are compiled, and others."""
+        """Orders whose blocks are compiled, and the others."""
         key = pp, ep > 1, orders[0], len(orders)
         known = self._parted.get(key)
         if known is None:
@@ -270,12 +269,12 @@ class MemoryBound(RankMemory):
                     sum(count * max(0, one.dense - gone) for one, gone, count in stay),
                     sum(count * max(0, one.sparse - gone) for one, gone, count in stay),
                 )
-                # Of one moment both: which of two moments is the fuller one depends on what blocks keep.
+                # Both counts from the same moment: which of two moments is larger depends on what blocks save.
                 most = found if found.dense + found.sparse > most.dense + most.sparse else most
         return most
 
     def frugal(self, split: ModelSplit, offload: tuple[Offload, ...]) -> list[StateSharding]:
-        """States over as many ranks as there are need the least, whichever of them are shared out."""
+        """Sharding over all ranks needs the least memory, whichever states are sharded."""
         zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
         return [StateSharding(1, split.data, zero, offload) for zero in zeros]
 

@@ -1,8 +1,7 @@
-"""The layouts of a space but for their states, in the order in which they may be fast.
+"""All layouts of a space, without their states, in the order in which they may be fast.
 
-All hunts through a space read one such list (``plan/best_first.py``), which grows as they do: a split, what a rank
-works on at a time, what it computes again and in which order are as fast whatever headroom is asked for and whatever
-waits elsewhere.
+All hunts through a space share one such list (``plan/best_first.py``), which grows on demand: the speed of a split, a
+work share, recomputation and order does not depend on the headroom or on offload.
 """
 
 from __future__ import annotations
@@ -22,63 +21,63 @@ from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, Space, WorkShare
 from shoal.plan.time_bound import TimeBound
 
-# Work that is done at once for the next group of a list.
+# Effort spent at once on the next group of a list.
 AT_ONCE = 500
-# Pricing a new share takes as long as so many bounds.
+# The cost of pricing a new share, in bounds.
 PRICED_SHARE = 4
 
 
 @dataclass(eq=False)
 class OrderGroup:
-    """The orders of one share that compute the same again; a step takes at least ``seconds`` in any of them."""
+    """The orders of one share with the same recomputation; a step takes at least ``seconds`` in any of them."""
 
     seconds: float
     split: ModelSplit
     share: WorkShare
     orders: list[PipelineOrder]
     bounds: TimeBound
-    counted: bool = False  # whether someone has looked at them
+    counted: bool = False  # whether a hunt has looked at them
 
     @cached_property
     def ordered(self) -> list[tuple[float, PipelineOrder]]:
-        """Each with how long a step takes at least."""
+        """Each order with a lower bound on its step time."""
         bound = self.bounds.of_order
         return [(bound(self.split, self.share, order) + self.exchanged, order) for order in self.orders]
 
     @cached_property
     def exchanged(self) -> float:
-        """What data ranks exchange comes on top."""
+        """The bound including data ranks' exchange."""
         return self.of_stage(*ZEROS)
 
     def of_stage(self, *zeros: Zero) -> float:
-        """The same where it is known what they share out."""
+        """The same, once it is known what data ranks shard."""
         compiled = self.bounds.compiled(self.split, self.orders[0])
         return self.bounds.of_exchange(self.split, self.share, self.orders, zeros, compiled)
 
 
 class OpenGroup(NamedTuple):
-    """Some of what makes a group; what is None is still open. ``puts_off``: whether weight gradients are, without which
-    blocks are compiled.
+    """A partly decided group; None marks what is open. ``puts_off``: whether weight gradients are deferred; blocks are
+    compiled only if not.
     """
 
-    splits: tuple[ModelSplit, ...]  # alike in their tensor and context ranks
+    splits: tuple[ModelSplit, ...]  # with equal tensor and context ranks
     share: WorkShare | None = None
     puts_off: bool | None = None
-    exchanges: bool = False  # whether what ranks exchange within layers is in the bound
+    exchanges: bool = False  # whether the bound includes exchanges within layers
     split: ModelSplit | None = None
-    least: float | None = None  # seconds of data ranks' exchange, where something may fit
+    least: float | None = None  # seconds of data ranks' exchange, if something may fit
     recompute: Recompute | None = None
 
 
 class Next(NamedTuple):
-    """What comes next in a list takes at least ``seconds``; the group is None while it is not known yet."""
+    """The next entry of a list takes at least ``seconds``; the group is None while it is not known yet."""
 
     seconds: float
     group: OrderGroup | None
 
 
 class OrderGroups:
-    """``room`` is that of the hunt that has the most of it."""
+    """``room`` is that of the hunt with the least headroom."""
 
     def __init__(self, bounds: TimeBound, room: MemoryBound, space: Space) -> None:
         self.bounds, self.room, self.space = bounds, room, space
@@ -97,7 +96,7 @@ class OrderGroups:
             self._push(bound, OpenGroup(tuple(splits)))
 
     def at(self, place: int) -> Next | None:
-        """The one at this place of the list; None beyond its end. Where finding it takes long, it is found in parts."""
+        """The entry at this place of the list; None beyond its end. If finding it is slow, it is found in steps."""
         enough = self.worked + AT_ONCE
         while len(self._known) <= place and self._heap:
             if self.worked >= enough:
@@ -112,7 +111,7 @@ class OrderGroups:
         return Next(self._known[place].seconds, self._known[place])
 
     def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
-        """A group's orders, whose bounds are work for the first who asks."""
+        """A group's orders; the first caller pays for their bounds."""
         self.worked += 0 if group.counted else len(group.orders)
         group.counted = True
         return group.ordered
@@ -122,7 +121,7 @@ class OrderGroups:
         heapq.heappush(self._heap, (bound, next(self._number), node))
 
     def _open(self, node: OpenGroup, seconds: float) -> None:
-        """One more decision: what a rank works on at a time, then how deep the pipeline is."""
+        """Make one more decision: what a rank works on at a time, then the pipeline's depth."""
         splits, share, puts_off, exchanges, split, least, _ = node
         if share is None:
             self._open_splits(seconds, splits)
@@ -177,14 +176,14 @@ class OrderGroups:
         orders = self.space.orders(split, None, puts_off)
         compiled = self.bounds.compiled(split, orders[0])
         exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
-        if again != "none":  # without it, that is known
+        if again != "none":  # known already without recomputation
             seconds = max(seconds, self.bounds.of_share(split, share, again, orders, compiled))
         self._push(seconds + exchanged, node._replace(least=exchanged))
 
     def _fill(
         self, splits: tuple[ModelSplit, ...], share: WorkShare, puts_off: bool | None, played: bool = True
     ) -> float:
-        """How many times as long as its work the best of these pipelines takes at least."""
+        """A lower bound on how many times its work the best of these pipelines takes."""
         key = splits, share.micro, puts_off, played
         known = self._filled.get(key)
         if known is None:
@@ -199,12 +198,12 @@ class OrderGroups:
         return self.bounds.compiled(split, self.space.orders(split, None, puts_off)[0])
 
     def _least_again(self, split: ModelSplit, share: WorkShare, puts_off: bool) -> Recompute | None:
-        """What is computed again at least so that activations may fit, here or elsewhere."""
+        """The least recomputation with which activations may fit, on the device or offloaded."""
         fitting = (again for again in RECOMPUTES if self._sent(split, share, again, puts_off) is not None)
         return next(fitting, None)
 
     def _sent(self, split: ModelSplit, share: WorkShare, again: Recompute, puts_off: bool) -> float | None:
-        """Seconds that sending activations away adds, where they do not fit otherwise; None where nothing helps."""
+        """Seconds added by offloading activations if they do not fit otherwise; None if that does not help."""
         orders = self.space.orders(split, again, puts_off)
         if not orders:
             return None
@@ -216,11 +215,11 @@ class OrderGroups:
 
     @cached_property
     def _sends(self) -> bool:
-        """Whether activations may wait elsewhere."""
+        """Whether activations may be offloaded."""
         return any(part.what == "activations" for way in self.space.offloads for part in way)
 
     def _shares(self, splits: tuple[ModelSplit, ...]) -> dict[WorkShare, list[ModelSplit]]:
-        """Each with the splits that have it."""
+        """Each work share with the splits that have it."""
         found: dict[WorkShare, list[ModelSplit]] = {}
         for split in splits:
             for share in self.space.shares(split):
@@ -230,8 +229,9 @@ class OrderGroups:
     def _resting_in(
         self, splits: tuple[ModelSplit, ...], ep: int
     ) -> list[tuple[bool, tuple[ModelSplit, ...]]]:
-        """Where all that rests may fit, by whether weight gradients are put off. As a rule with nothing offloaded; the
-        rest is asked where that does not fit. Activations are looked at once it is known which a pipeline keeps.
+        """Splits where everything at rest may fit, by whether weight gradients are deferred. Usually without offload;
+        offloads are tried if that does not fit. Activations are checked once it is known which of them a pipeline
+        holds.
         """
         key = splits, ep
         known = self._fitting.get(key)
@@ -254,7 +254,7 @@ class OrderGroups:
 
 
 class MergedGroups:
-    """Several lists as one."""
+    """Several lists merged into one."""
 
     def __init__(self, *lists: OrderGroups) -> None:
         self._lists = lists
@@ -283,7 +283,7 @@ class MergedGroups:
 def least_resting(
     room: MemoryBound, split: ModelSplit, ep: int, offloads: Iterable[tuple[Offload, ...]]
 ) -> float:
-    """Bytes that rest on a rank; infinite where not even an update fits."""
+    """Bytes at rest on a rank; infinite if not even an update fits."""
     needs = (room.of_split(split, ep, offload) for offload in offloads)
     return min((rest for rest, peak in needs if room.fits(split, peak)), default=inf)
 
@@ -291,7 +291,7 @@ def least_resting(
 def may_fit(
     room: MemoryBound, split: ModelSplit, shares: list[WorkShare], offloads: Iterable[tuple[Offload, ...]]
 ) -> list[WorkShare]:
-    """Of shares that differ only in the micro-batch: what rests may fit, and a backward pass beside it."""
+    """Of shares that differ only in the micro-batch: those where states and a backward pass may fit together."""
     resting = least_resting(room, split, shares[0].ep, offloads)
     fitting = bisect(shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting)))
     return shares[:fitting]

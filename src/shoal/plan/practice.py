@@ -5,21 +5,21 @@ measured such runs at length settled on a few rules, which stand for what a cost
 from them where it is faster by more than that; otherwise it has to be explained, and so a departure counts as a part
 (``plan/complexity.py``).
 
-- Tensor ranks stay within a node: beyond it every layer waits for the network, and for whatever slows that down. And
+- Tensor ranks stay within a node: beyond it every layer waits for the network, and for whatever slows it down. And
   they fill it before there are pipeline stages: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
   Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
-- Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection that has stages does, and so did
-  Llama 3 405B. What leaves fewer bubbles than these has been reported by its authors.
-- Sequences of more than 65,536 tokens are shared by context ranks.
-- Context ranks share a node with their tensor ranks, unless these fill it: keys and values go round beside attention,
-  which is short. So Llama 3 orders its ranks (TP, CP, PP, DP), and Megatron-Bridge's recipe of Llama 3.1 405B has tp=8,
-  cp=2.
-- States that are sharded within replicas are sharded over whole nodes, so that what leaves a node is one exchange among
-  replicas: PyTorch's HSDP and MiCS. Megatron shards the optimizer's states alone (its distributed optimizer).
-- Weights or gradients are shared by 512 ranks at most, and of more there are replicas: every block is gathered from
-  all of them, so that each one that is late holds up the others. The PyTorch FSDP paper (2023) ends there, and so do
-  the published rows of Shoal's collection.
-- Experts are spread over the ranks of a node, or of more, rather than gathered on each: GShard (2020), Mixtral in
+- Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection with stages does, and so did
+  Llama 3 405B. Schedules with fewer bubbles are reported only by their authors.
+- Sequences of more than 65,536 tokens are split over context ranks.
+- Context ranks share a node with their tensor ranks, unless those fill it: the ring of keys and values overlaps
+  attention, which is short. So Llama 3 orders its ranks (TP, CP, PP, DP), and Megatron-Bridge's recipe of Llama 3.1
+  405B has tp=8, cp=2.
+- States sharded within replicas are sharded over whole nodes, so that only the reduction among replicas leaves a
+  node: PyTorch's HSDP and MiCS. Megatron shards the optimizer states alone (its distributed optimizer).
+- Weights or gradients are sharded over 512 ranks at most, with replicas beyond: every block is gathered from all
+  ranks, so each late one delays the others. The PyTorch FSDP paper (2023) ends there, and so do the published rows of
+  Shoal's collection.
+- Experts are spread over the ranks of a node, or more, rather than gathered on each: GShard (2020), Mixtral in
   Megatron-Core's recipes, DeepSeek-V3.
 """
 
@@ -52,20 +52,20 @@ NAMES = (
     MANY_SHARDS,
     NO_CONTEXT,
 )
-# The most ranks that shared weights or gradients in published rows.
+# The most ranks that sharded weights or gradients in published rows.
 MOST_SHARDS = 512
-# Longer sequences were all shared out: Llama 3 from 131,072 tokens on, DeepSpeed-Ulysses, torchtitan.
+# Longer sequences were all split: Llama 3 from 131,072 tokens on, DeepSpeed-Ulysses, torchtitan.
 LONGEST_WHOLE = 65536
 USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 
 
 def fast_links(cluster: Cluster) -> int:
-    """Devices that a node's own links join."""
+    """Devices joined by a node's own links."""
     return max(cluster.fast_domain, cluster.devices_per_node)
 
 
 def usual_zero(stack: Stack) -> Zero:
-    """The stage that a stack shards states by unless it is told otherwise."""
+    """The ZeRO stage that a stack uses by default."""
     return 1 if stack.name == MEGATRON_CORE.name else 3
 
 
@@ -89,7 +89,7 @@ def of_order(split: ModelSplit, order: PipelineOrder) -> int:
 
 
 def departures(workload: Workload) -> list[str]:
-    """By name."""
+    """The departures of a workload, by name."""
     layout, model, cluster = workload.layout, workload.model, workload.cluster
     found = [ACROSS_NODES] if layout.tp > fast_links(cluster) else []
     if _stages_first(layout.tp, layout.pp, model, cluster):
@@ -119,18 +119,18 @@ def _context_across(tp: int, cp: int, cluster: Cluster) -> bool:
 
 
 def _parts_of_nodes(ranks: int, replicas: int, fsdp: int, cluster: Cluster) -> bool:
-    """States shared by so many neighbouring ranks, of each of several replicas on several nodes."""
+    """Whether states are sharded over a part of a node, with several replicas on several nodes."""
     node = fast_links(cluster)
     return replicas > 1 and fsdp > 1 and cluster.devices > node and ranks % node != 0
 
 
 def _many_shards(ranks: int, zero: Zero) -> bool:
-    """Where the optimizer's states alone are shared out, that is exchanged once a step."""
+    """Sharding optimizer states alone does not count, since these are exchanged once per step."""
     return zero > 1 and ranks > MOST_SHARDS
 
 
 def _stages_first(tp: int, pp: int, model: Model, cluster: Cluster) -> bool:
-    """A model that is split by tensors and by layers, on nodes that would hold more of its tensor ranks."""
+    """A model split by tensors and by layers, on nodes with room for more tensor ranks."""
     node = fast_links(cluster)
     return pp > 1 and 1 < tp < node and model.heads % node == 0
 

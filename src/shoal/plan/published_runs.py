@@ -1,7 +1,7 @@
-"""Published runs as workloads: rows of a table, each with what was measured.
+"""Published runs as workloads: the rows of a table, each with its measurements.
 
-Columns are those of Shoal's collection: shape, cluster, layout, precision; a blank cell is unknown, and there the
-planner makes its own choice.
+Columns are those of Shoal's collection: shape, cluster, layout, precision. A blank cell is unknown, and the planner
+makes its own choice there.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shoal.facts.recipe import Recipe
 from shoal.predict.workload import Workload
 
 LARGEST = 1 << 26
-MOST = 10**12  # of anything that a cell counts
-MOST_CHUNKS = 8  # of a rank, where a row does not say
+MOST = 10**12  # upper limit for any count in a cell
+MOST_CHUNKS = 8  # per rank, if a row does not say
 MAY_BE_ZERO = ("zero", "sp")
 BEYOND = "beyond the last column"
 NEEDED = ("id", "source", "arch", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "gpus", "step_s")
 
-# Which software a source ran, by how its name begins; the first that does counts.
+# Which software a source ran, by the prefix of its name; the first match counts.
 SOURCES: tuple[tuple[tuple[str, ...], tuple[Stack, ...]], ...] = (
     (("shoal",), (stack.SHOAL,)),
     (("llm-foundry", "mosaic", "mpt"), (stack.FOUNDRY,)),
@@ -42,12 +42,12 @@ SOURCES: tuple[tuple[tuple[str, ...], tuple[Stack, ...]], ...] = (
     (("deepspeed", "zero", "ulysses"), (stack.DEEPSPEED,)),
     (("accelerate", "transformers", "trl", "axolotl", "huggingface", "fsdp"), (stack.TRANSFORMERS,)),
 )
-# Of software that has no stack of its own here: what splits layers runs on kernels like Megatron's, what only shards
-# is a compiled network in FSDP's shards.
+# For software without a stack of its own here: what splits layers uses kernels like Megatron's; what only shards is a
+# compiled network under FSDP.
 MEGATRON_SOURCES = ("megatron", "nemo", "nvidia", "mcore")
 SPLITS, SHARDS = (stack.MEGATRON_CORE,), (stack.TITAN_COMPILED, stack.TITAN)
-# The network of a source's nodes of a device kind, where it is not the catalogue's. vTrain's had 800 Gb/s; that groups
-# with several ranks in a node got a quarter of it is what its rows show. The A100s of torchtitan are taken for a
+# The network of a source's nodes per device kind, where it differs from the catalogue's. vTrain's had 800 Gb/s; that
+# groups with several ranks per node got a quarter of it is what its rows show. torchtitan's A100s are assumed to be a
 # cloud's, with 400 Gb/s: its notes do not say, and its three rows agree.
 FABRICS: dict[tuple[str, str], dict[str, Any]] = {
     ("vtrain", "A100-80GB"): {"nics": 4, "across_rails": 0.25},
@@ -57,19 +57,19 @@ FABRICS: dict[tuple[str, str], dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row: the workloads it may stand for (one, where nothing is unknown) and what was measured."""
+    """One row: the workloads it may stand for (one, if nothing is unknown) and its measurements."""
 
     id: str
     source: str
     workloads: tuple[Workload, ...]
-    seconds: float | None  # None where it ran out of memory
+    seconds: float | None  # None if it ran out of memory
     memory_gib: float | None
     memory_kind: str
     status: str
 
 
 def read(path: Path) -> list[PublishedRun]:
-    """Every row of a table; all that is wrong with it is reported together."""
+    """Every row of a table; all errors in it are reported together."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_size > LARGEST:
@@ -136,7 +136,7 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
             "dropout": 0.1 if used.dropout else 0.0,
         }
     )
-    # Fully sharded stacks call it zero=2 where gathered parameters stay until their backward pass.
+    # Fully sharded stacks call it zero=2 when gathered parameters stay until their backward pass.
     stays = used.weights == "cast" and _whole(row, "zero") == 2
     tune = TuneSection(persist_below=10**15 if stays else 0, bucket_mb=used.bucket_mb)
     for layout in _layouts(row, model, batch):
@@ -144,7 +144,7 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
 
 
 def _layouts(row: dict[str, str], model: Model, batch: int) -> Iterator[Layout]:
-    """The layout of a row; several where a cell is blank."""
+    """The layout of a row; several if a cell is blank."""
     data, zero = _whole(row, "dp") or 1, _whole(row, "zero") or 0
     pp = _whole(row, "pp") or 1
     micro, virtual = _whole(row, "micro_batch"), _whole(row, "virtual")
@@ -170,13 +170,15 @@ def _layouts(row: dict[str, str], model: Model, batch: int) -> Iterator[Layout]:
 
 
 def _chunks(layers: int) -> list[int]:
-    """Of a rank with so many layers: up to eight; where none of those divides them, a layer each."""
+    """Possible chunk counts of a rank with ``layers`` layers: up to eight; if none of those divides them, one per
+    layer.
+    """
     found = [each for each in divisors(layers) if each <= MOST_CHUNKS]
     return found if len(found) > 1 or layers == 1 else [1, layers]
 
 
 def _model(row: dict[str, str]) -> Model:
-    """A preset of exactly this shape, which also knows what a table has no column for; else as the columns say."""
+    """A preset of exactly this shape, which also has what a table has no column for; otherwise as the columns say."""
     columns = {"layers": "layers", "hidden": "hidden", "heads": "heads", "ffn": "ffn", "vocab": "vocab"}
     shape = {name: _whole(row, column) or 0 for name, column in columns.items()}
     shape["kv_heads"] = _whole(row, "kv_heads") or shape["heads"]
@@ -207,14 +209,14 @@ def _model(row: dict[str, str]) -> Model:
 
 
 def _stacks(row: dict[str, str]) -> list[Stack]:
-    """The software that a row may have run on, the likeliest first."""
+    """The software that a row may have run on, most likely first."""
     source = row["source"].lower()
     alone = all((_whole(row, axis) or 1) == 1 for axis in ("tp", "pp", "cp"))
     sharded = alone and (_whole(row, "zero") or 0) >= 2 and not source.startswith(MEGATRON_SOURCES)
     found = next(
         (stacks for names, stacks in SOURCES if source.startswith(names)), SHARDS if sharded else SPLITS
     )
-    # torchtitan compiles only where it is told to.
+    # torchtitan compiles only if configured to.
     compiles = (row.get("compile") or "").strip()
     if stack.TITAN in found and compiles in ("0", "1"):
         return [stack.TITAN_COMPILED if compiles == "1" else stack.TITAN]
@@ -237,13 +239,13 @@ def _decimal(row: dict[str, str], column: str) -> float | None:
     return number
 
 
-# Sources whose rows the constants of ``facts/calibration/`` and ``facts/cluster/stack.py`` were fitted on, and which
-# of their rows, in the order of what was run, is the first: from there on every fifth.
+# Sources whose rows the constants of ``facts/calibration/`` and ``facts/cluster/stack.py`` were fitted on, with the
+# index of the first such row, in the order of the runs; from there every fifth.
 FITTED = {"vtrain-single": 4, "vtrain-multi": 3, "llm-foundry": 3, "torchtitan": 3}
 
 
 def fitted(runs: list[PublishedRun], first: dict[str, int] | None = None) -> set[str]:
-    """The fifth of each source that constants are fitted on."""
+    """Every fifth row of each source: those that constants are fitted on."""
 
     def order(run: PublishedRun) -> tuple[object, ...]:
         workload = run.workloads[0]

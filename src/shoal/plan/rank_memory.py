@@ -1,7 +1,6 @@
-"""Lower bounds on the memory of one rank for a decided order: what it holds in the backward pass of the last block, and
-at the update.
+"""Lower bounds on one rank's memory for a decided order: in the backward pass of the last block, and at the update.
 
-Of a ledger's parts those are counted that are cheap to say: states, kept activations, gathered or cast weights.
+Only the parts of a ledger that are cheap to compute count: states, saved activations, gathered or cast weights.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from shoal.predict.workload import Workload
 
 
 class Blocks(NamedTuple):
-    """A rank's blocks, or one chunk of them."""
+    """Blocks of a rank, or of one of its chunks."""
 
     dense: int
     sparse: int
-    first: bool = False  # of the network
+    first: bool = False  # the network's first
     last: bool = False
 
 
@@ -61,12 +60,12 @@ class KeptByBlock(NamedTuple):
     """Bytes of one block and one sequence."""
 
     resting: float
-    deferred: float  # once only weight gradients are left to compute
-    working: float  # the most of its backward pass, beyond what rests
+    deferred: float  # once only weight gradients remain to be computed
+    working: float  # peak of its backward pass, beyond what is saved
 
 
 class KeptActivations(NamedTuple):
-    """Bytes of activations at the fullest moment before there are gradients, and with them."""
+    """Bytes of activations at the peak before there are gradients, and with gradients."""
 
     before: float
     later: float
@@ -74,7 +73,7 @@ class KeptActivations(NamedTuple):
 
 @dataclass
 class RankMemory:
-    """Of one model on one kind of device."""
+    """Memory bounds for one model on one kind of device."""
 
     model: Model
     cluster: Cluster
@@ -84,12 +83,12 @@ class RankMemory:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        # One device may work through all of a batch at once.
+        # A single device may process the whole batch in one pass.
         alone = self.cluster.nodes * self.cluster.devices_per_node == 1
         self.hold = bytes_per_parameter(self.recipe, self.stack, one_pass=alone)
         self.in_shards = bytes_per_parameter(self.recipe, self.stack, sharded=True)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
-        # By what each depends on, and not by the model, whose hash takes a while.
+        # Cached by what each result depends on, instead of by the model, which is slow to hash.
         self._compiled = cache(self._compiles)
         self._part = cache(self._block_count)
         self._activations = cache(self._counted)
@@ -101,7 +100,7 @@ class RankMemory:
     def _of_rank(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
     ) -> float:
-        """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
+        """With the most frugal of several shardings, part by part; they differ only in ``zero``."""
         shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
         sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
         sparse = sum(chunk.sparse for chunk in self._chunks_of(split.pp, order, rank))
@@ -114,7 +113,8 @@ class RankMemory:
             any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
             there = whole
             if sharded and split.pp > 1 and len(ways) > 1:
-                # Over fewer ranks experts may be whole: then they rest as narrow as they are used, and nowhere else.
+                # Sharded over fewer ranks, experts may be unsharded: then they are stored as narrow as they are used,
+                # with no other copy.
                 routed = sparse * expert_elements(self.model, split.tp, share.ep) if share.ep > 1 else 0
                 ranks = placement(split.tp, split.cp, ways[0].fsdp, 1, share.ep).sharded.size
                 in_shards = self.in_shards.weight / self.hold.compute * routed / ranks
@@ -125,7 +125,7 @@ class RankMemory:
             sizes, whole, any_sharded, any_scattered, offload, split.pp > 1
         )
         kept = self._kept(split, share, order, offload, not any_sharded, rank)
-        # The last backward pass of all finds everyone's gradients, whatever little else is left.
+        # The last backward pass runs with all gradients present, however little else is left.
         once = accumulation(self.recipe.batch, split.data, share.micro) == 1
         full = max(gradient, kept.before + before, before if once else later)
         if kept.later:
@@ -143,7 +143,7 @@ class RankMemory:
     ) -> float:
         """Gradients and gathered weights in the backward pass.
 
-        ``whole`` experts are gathered from nowhere; before the first pass their gradients may not be there.
+        ``whole``: unsharded experts, which are not gathered; before the first pass their gradients may not exist.
         """
         hold = self.hold
         late = 0 if begun else hold.gradient * whole
@@ -151,9 +151,9 @@ class RankMemory:
             gathered = gathered_width(self.recipe) * (sizes.whole - whole)
             return gathered + (hold.reduce * sizes.trained if begun else 0.0)
         if split.pp == 1 and waiting(states.offload, "optimizer"):
-            return 0.0  # gradients follow the states
+            return 0.0  # gradients are with the states
         if sharded:
-            # Replicas of shards add up in the precision that their sums travel in.
+            # With replicas, gradients accumulate in the precision of their reduction.
             width = min(hold.gradient, hold.reduce) if states.dp > 1 else hold.gradient
             return width * sizes.trained_share if begun else 0.0
         if placed(split, states).sharded.size > 1:
@@ -163,7 +163,7 @@ class RankMemory:
         return hold.gradient * sizes.trained - late if states.dp > 1 or begun else 0.0
 
     def _whole_experts(self, split: ModelSplit, ep: int, fsdp: int, sparse: int) -> int:
-        """Of so many layers the experts of a rank that no other rank of a copy holds."""
+        """Unsharded experts of a rank, in ``sparse`` layers: those that no other rank of a replica holds."""
         if not sparse:
             return 0
         routed = placement(split.tp, split.cp, fsdp, split.data // fsdp, ep)
@@ -178,9 +178,9 @@ class RankMemory:
         offload: tuple[Offload, ...],
         piped: bool,
     ) -> tuple[float, float, float]:
-        """Bytes of weights, of the optimizer's states, and of gradients at the update.
+        """Bytes of weights, of optimizer states, and of gradients at the update.
 
-        Of what is offloaded in part, nothing is counted: how much of it stays depends on where it is cut.
+        Partly offloaded states count as 0, because how much of them stays depends on the exact cut.
         """
         updated_away = waiting(offload, "optimizer") is not None
         hold = self.in_shards if sharded and not updated_away else self.hold
@@ -189,7 +189,7 @@ class RankMemory:
         if waiting(offload, "params"):
             weight = 0.0
         elif sharded:
-            # Experts that are whole rest as they do without shards; what their masters take besides is left out.
+            # Unsharded experts are stored as without sharding; their extra master weights are left out.
             weight -= max(0.0, hold.weight - self.hold.weight) * whole
         if updated_away and (scattered or not piped):
             return weight, 0.0, 0.0
@@ -225,7 +225,7 @@ class RankMemory:
         ends = end_counts(self.model, key)
         counts += [ends.embedding] * embedding + [ends.head] * head
         found = total(counts)
-        # Adapters are next to nothing.
+        # Adapters are negligible.
         return found if self.lora is None else found._replace(trained=0, trained_share=0)
 
     def _block_count(self, experts: bool, split: ShardDegrees) -> ParameterCount:
@@ -240,7 +240,7 @@ class RankMemory:
         cast: bool,
         rank: int,
     ) -> KeptActivations:
-        """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
+        """Activations in the backward pass of the last block, plus weights that autograd saves as casts."""
         sent = waiting(offload, "activations")
         cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
         return self._activations(split, share, order, sent.fraction if sent else 0.0, cast, rank)
@@ -263,7 +263,7 @@ class RankMemory:
                 if not count:
                     continue
                 one = self._block(split, share, order.recompute, experts, compiled)
-                # Which kind stays is not looked at.
+                # Which kind of block stays is ignored.
                 held += max(0, count - away) * share.micro * one.resting
                 late += count * share.micro * one.deferred
                 working = min(working, share.micro * one.working)
@@ -274,7 +274,7 @@ class RankMemory:
             put_off.append(late)
         tokens = share.micro * self.recipe.seq // split.cp
         if split.pp > 1:
-            # What a stage sends on stays with it; the last stage sends nothing.
+            # A stage keeps what it sends on; the last stage sends nothing.
             stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
             each = [held + stream for held in each]
             if order.schedule in V_SHAPED or rank == split.pp - 1:
@@ -289,7 +289,7 @@ class RankMemory:
         return KeptActivations(*most)
 
     def _not_kept(self, recompute: Recompute, tokens: int) -> float:
-        """Where weights' gradients are put off: the last product of a block, which nothing uses again."""
+        """With deferred weight gradients: the last product of a block, which nothing reads again."""
         return self.hold.compute * self.model.hidden * tokens if recompute == "selective" else 0.0
 
     def _compiles(self, pp: int, schedule: Schedule, ep: int) -> bool:
@@ -309,7 +309,7 @@ class RankMemory:
     def _block(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
     ) -> KeptByBlock:
-        """With one sequence; everything of it grows in proportion to the micro-batch."""
+        """For one sequence; everything scales with the micro-batch."""
         key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, experts, compiled
         known = self._blocks.get(key)
         if known is None:
@@ -334,8 +334,8 @@ class RankMemory:
         )
 
     def _likely_fullest(self, pp: int, schedule: Schedule, chunks: int) -> tuple[int, ...]:
-        """The first rank; the second, where it has more layers, for it has no embedding; and the last one where weight
-        gradients are put off.
+        """The first rank; the second, if it has more layers, as it has no embedding; and, with deferred weight
+        gradients, the last one.
         """
         order = PipelineOrder(schedule, chunks, "none")
         ranks = [0]
@@ -348,7 +348,7 @@ class RankMemory:
 
     @cached_property
     def _layers(self) -> tuple[int, int]:
-        """Without experts and with them."""
+        """Layers without experts and with experts."""
         sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
         return self.model.layers - sparse, sparse
 
@@ -356,10 +356,10 @@ class RankMemory:
 def fullest(
     order: PipelineOrder, pp: int, times: int, rank: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
-    """Moments of the first, the second or the last rank: of each chunk, micro-batches that are kept, and of which only
-    weight gradients are left to compute; and whether an earlier backward pass has left gradients.
+    """Moments of the first, second or last rank: for each chunk, the micro-batches whose activations are saved, and
+    those with only weight gradients left; and whether an earlier backward pass has left gradients.
 
-    A schedule holds at least as much at one of its moments (``predict/memory/in_flight.py`` plays them one by one).
+    At one of its moments a schedule holds at least as much (``predict/memory/in_flight.py`` simulates them exactly).
     """
     chunks = order.chunks
     none, reached = (0,) * chunks, min(times, pp)
@@ -372,11 +372,11 @@ def fullest(
     elif rank == 0 or (rank == 1 and pp > 2 and order.schedule not in V_SHAPED):
         if order.schedule == "interleaved":
             held = (min(times, 2 * pp - 1 - 2 * rank), *(reached,) * (chunks - 1))
-        else:  # the last chunk's have not all come this far when the first of them returns
+        else:  # the last chunk has not seen all of these when the first of them returns
             held = (*(reached,) * (chunks - 1), min(times, pp - rank))
         yield held, none, times >= 2 * pp
     elif order.schedule == "zb":
-        # Weights' gradients are put off until as many are waiting: of several chunks, for a whole round.
+        # Weight gradients are deferred until as many are waiting; with several chunks, for a whole round.
         begun = times > pp if chunks == 1 else times >= 2 * pp
         yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), begun
     else:

@@ -12,8 +12,8 @@ from shoal.plan.resolve import Job, choose
 
 
 def refit(job: Job, devices: int, nodes: int = 1) -> Job:
-    """The job on at most so many devices, as many of each node: as many as the batch divides over, as ``choose`` lays
-    it out. On some numbers of nodes that is none; then fewer nodes take part.
+    """The job on at most this many devices, equally many per node: as many as divide the batch, laid out by
+    ``choose``. If that is impossible for a number of nodes, fewer nodes are used.
     """
     counts = [*reversed(divisors(job.config.recipe.batch_unit))]
     for on, count in product(range(nodes, 0, -1), counts):
@@ -29,7 +29,7 @@ def refit(job: Job, devices: int, nodes: int = 1) -> Job:
 
 
 def _laid_out(job: Job, nodes: int, on_each: int) -> Job | None:
-    """With all of these devices; None where there is no such layout."""
+    """The job on all of these devices; None if no layout exists."""
     strict, recipe = job.config.run.strict, job.config.recipe
     domain = min(job.cluster.fast_domain, nodes * on_each)
     update = {"nodes": nodes, "devices_per_node": on_each, "fast_domain": domain}

@@ -20,9 +20,9 @@ from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
 
-# Changes of policies that are named.
+# Policy changes to list.
 NAMED = 4
-# More devices than this times those asked for are no small change.
+# More devices than this multiple of the request are not a small change.
 MOST_TIMES = 4096
 # Counts tried between one that is too small and twice that, evenly spread over whole nodes.
 BETWEEN = 8
@@ -30,7 +30,7 @@ BETWEEN = 8
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change, and what it gives."""
+    """One change and its result."""
 
     what: str
     plan: Plan
@@ -58,9 +58,9 @@ class Remedy:
 
 
 def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
-    """Changes to a layout after any of which it fits, then leaner states, LoRA, another layout, more GPUs.
+    """Changes to a layout that each make it fit, then leaner states, LoRA, another layout, more GPUs.
 
-    What the engine runs comes first, of that the smallest change; then, as where a layout is chosen, what offloads
+    What the engine runs comes first, and of that the smallest change; then, as in choosing a layout, what offloads
     nothing and is unlikely to run out of memory, and of that the fastest.
     """
     tried: list[tuple[int, Remedy]] = []
@@ -88,9 +88,9 @@ def _reluctance(layout: Layout, plan: Plan) -> tuple[bool, bool, float]:
 
 
 def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
-    """Where nothing fits: leaner states or LoRA on what is there, or the fewest GPUs on which something does.
+    """If nothing fits: leaner states or LoRA on the given GPUs, or the fewest GPUs on which something fits.
 
-    ``runnable``: something that the engine runs.
+    ``runnable``: only what the engine runs.
     """
     found = on_these(asked)
     more = more_devices(asked, runnable)
@@ -101,7 +101,7 @@ def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
 
 
 def on_these(asked: PlanRequest, resting: bool = False) -> list[Remedy]:
-    """Leaner states, LoRA and QLoRA on the GPUs that are there. ``resting``: with nothing offloaded."""
+    """Leaner states, LoRA and QLoRA on the given GPUs. ``resting``: without offload."""
     found = []
     for what, changed in _leaner(asked):
         plan = best(replace(changed, layout=None))
@@ -111,8 +111,8 @@ def on_these(asked: PlanRequest, resting: bool = False) -> list[Remedy]:
 
 
 def _leaner(asked: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """The same run with less to hold for each weight, the least change first: states in fewer bits, adapters over
-    frozen weights, and those in 4 bits."""
+    """The same run with less state per weight, the smallest change first: states in fewer bits, adapters over frozen
+    weights, and those in 4 bits."""
     recipe, lora = asked.recipe, asked.lora
     for states, what in (("bf16", "states=bf16"), ("int8", "states=int8, moments in 8 bits")):
         if lora is None and recipe.states == "fp32" and recipe.precision in ("bf16", "fp16"):
@@ -130,12 +130,12 @@ def _leaner(asked: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _run_first(remedies: list[Remedy]) -> list[Remedy]:
-    """What can be trained with now before what is only planned."""
+    """What can be trained now before what is only planned."""
     return sorted(remedies, key=lambda remedy: not remedy.plan.runs)
 
 
 def more_devices(asked: PlanRequest, runnable: bool = False) -> Plan | None:
-    """The best plan on the fewest devices on which one fits: in whole nodes, and to within an eighth where many."""
+    """The best plan on the fewest devices on which one fits: whole nodes, and within an eighth for large counts."""
     devices, node = asked.cluster.devices, asked.cluster.devices_per_node
     few, many = devices, max(2 * devices, asked.cluster.device.devices_per_node or 1)
     while many <= MOST_TIMES * devices:
@@ -153,7 +153,7 @@ def _on(asked: PlanRequest, devices: int, runnable: bool) -> Plan | None:
 
 
 def _changes(layout: Layout, asked: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What can be changed without changing how the work is divided, in words."""
+    """Changes, in words, that keep the division of the work."""
     workload = asked.workload(layout)
     for size in divisors(workload.micro):
         if size < workload.micro:
@@ -183,7 +183,7 @@ def _legal(asked: PlanRequest, layout: Layout) -> bool:
 
 
 def _grown(asked: PlanRequest, layout: Layout) -> Iterator[Remedy]:
-    """The same layout with twice, four, … times as many ranks that shard, the first that fits."""
+    """The same layout with two, four, … times as many ranks that shard: the first that fits."""
     times = 2
     while times <= MOST_TIMES:
         workload = resized(asked, asked.cluster.devices * times)

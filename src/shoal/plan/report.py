@@ -29,25 +29,25 @@ from shoal.plan.scale import Cost, Point
 
 @dataclass(frozen=True)
 class PlanReport:
-    """``plans`` are the fastest first, the chosen one among them; a layout that was asked for is alone, whether it fits
-    or not.
+    """``plans`` are sorted fastest first and include the chosen one; a requested layout is the only plan, whether it
+    fits or not.
     """
 
     asked: PlanRequest
     plans: list[Plan]
-    chosen: Chosen | None  # None where nothing fits that can be run, or nothing is left to choose
-    rejected: list[tuple[str, str]]  # layout and reason, the nearest first
+    chosen: Chosen | None  # None if nothing runnable fits, or the layout was given
+    rejected: list[tuple[str, str]]  # layout and reason, nearest first
     searched: int
-    evaluated: int  # priced one by one
-    at_best: float | None  # where the search was broken off: no layout left out is faster than this
-    proven: bool  # no layout of the space is faster than the first plan
+    evaluated: int  # layouts priced one by one
+    at_best: float | None  # if the search was cut off: seconds that no unvisited layout can beat
+    proven: bool  # no layout in the space is faster than the first plan
     seconds: float
     decision: Decision
     remedies: list[Remedy]
     over_devices: list[Point]
     over_sequences: list[Point]
-    number: HowMany | None = None  # of devices, where that was the question or a deadline takes another
-    measurement: Measurement | None = None  # the one that would change the decision
+    number: HowMany | None = None  # device count, if that was the question or a deadline needs another
+    measurement: Measurement | None = None  # the measurement that would change the decision
 
     @property
     def best(self) -> Plan | None:
@@ -55,7 +55,7 @@ class PlanReport:
 
     @property
     def choice(self) -> Plan | None:
-        """What the decision says to run; a layout that was asked for, in any case."""
+        """The plan that the decision says to run; a requested layout in any case."""
         return self.chosen.plan if self.chosen else self.best
 
     @property
@@ -65,7 +65,7 @@ class PlanReport:
 
     @property
     def unmeasured(self) -> list[str]:
-        """What no published run supports, of the plan to run."""
+        """What no published run supports about the plan to run."""
         return self.choice.unmeasured if self.choice else []
 
     def cost(self, plan: Plan) -> Cost | None:
@@ -74,14 +74,14 @@ class PlanReport:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """On a deadline and a budget, of the plan to run."""
+        """Whether the plan to run meets the deadline and the budget."""
         plan, asked = self.choice, self.asked
         total = self.cost(plan) if plan and plan.fits else None
         return verdicts(plan, total, asked.deadline, asked.budget) if plan and total else []
 
     @property
     def affordable(self) -> Affordable | None:
-        """What a deadline and a budget are enough for, where the run's length was left open."""
+        """What a deadline and a budget are enough for, if the run's length was left open."""
         plan, asked = self.choice, self.asked
         if plan is None or not plan.fits or asked.tokens is not None:
             return None
@@ -89,7 +89,7 @@ class PlanReport:
 
     @cached_property
     def optimal(self) -> ComputeOptimal:
-        """The model and its tokens beside what is compute-optimal."""
+        """The model and its tokens compared with compute-optimal training."""
         size = active_parameter_count(self.asked.model)
         return ComputeOptimal(size, tokens_for(size), self.asked.tokens)
 
@@ -132,12 +132,12 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
         plans = [judge(asked.workload(asked.layout))]
         remedies = [] if plans[0].fits else for_layout(asked, asked.layout)
     else:
-        # How much is looked at must not depend on how much is shown.
+        # How much is searched must not depend on how much is shown.
         found = search.searched(asked.workload(Layout()), max(top, search.TOP), headroom=asked.headroom)
         searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
         proven = found.proven
         plans = _shown(found.plans, chosen, top)
-        # Where the engine runs nothing that fits, nothing is chosen: it could not be trained.
+        # If the engine runs nothing that fits, nothing is chosen, because it could not be trained.
         unrun = chosen is not None and not chosen.plan.runs and asked.stack is SHOAL
         able = not unrun or engine_runs(asked.workload(Layout()))
         chosen = None if unrun else chosen
@@ -170,7 +170,7 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
 
 
 def _enough(asked: PlanRequest, plan: Plan | None) -> HowMany | None:
-    """How many devices a deadline takes that this plan misses."""
+    """The device count that would meet the deadline, if this plan misses it."""
     if plan is None or asked.tokens is None or asked.deadline is None:
         return None
     total = scale.cost(plan, asked.tokens, asked.price)
@@ -179,7 +179,7 @@ def _enough(asked: PlanRequest, plan: Plan | None) -> HowMany | None:
 
 
 def _shown(plans: list[Plan], chosen: Chosen | None, top: int) -> list[Plan]:
-    """The fastest, and the chosen one in its place among them."""
+    """The fastest plans, with the chosen one in its place among them."""
     if chosen is None:
         return plans[:top]
     mine = chosen.plan
@@ -240,7 +240,7 @@ def _json(found: PlanReport) -> dict[str, Any]:
 
 
 def _chosen(found: PlanReport) -> dict[str, Any]:
-    """What ``layout = "auto"`` trains, where the engine runs it."""
+    """What ``layout = "auto"`` trains, if the engine runs it."""
     chosen = found.chosen
     if chosen is None:
         plan = found.best if found.asked.layout and found.best and found.best.fits else None

@@ -26,7 +26,7 @@ from shoal.plan.headroom import Headroom, read_headroom
 from shoal.plan.left_open import device_alone, lacking, pretraining_batch, pretraining_seq
 from shoal.predict.workload import USUAL, Workload
 
-# The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
+# The default learning rate fits the tiny model; wide networks diverge at it. It changes no cost, but is written into
 # configs and exports.
 WIDE = 1024
 RATE_OF_WIDE = 3e-4
@@ -36,24 +36,24 @@ TOKENS = "a whole count such as --tokens 15T or --tokens 300M; or --tokens optim
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything but the layout; with one, only that is judged."""
+    """Everything but the layout; if one is given, only that is judged."""
 
     model: Model
-    model_name: str  # as the user wrote it: a config must find it again
+    model_name: str  # as the user wrote it, so that a config finds it again
     cluster: Cluster
     recipe: Recipe
     layout: Layout | None = None
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
-    price: float | None = None  # of a GPU for an hour
+    price: float | None = None  # per GPU-hour
     tune: TuneSection = USUAL
     compile: bool | None = None  # as compile.enabled
-    deadline: float | None = None  # seconds that the run may take
+    deadline: float | None = None  # maximum seconds of the run
     budget: float | None = None
-    counted: bool = True  # whether the number of devices was given; if not, it is the question
-    own_batch: bool = True  # whether the batch was given; if not, it is what is usual
-    stack: Stack = SHOAL  # whose constraints and constants hold
-    headroom: Headroom | None = None  # that every plan leaves; None: the usual, of what is chosen
+    counted: bool = True  # whether the device count was given; if not, it is the question
+    own_batch: bool = True  # whether the batch was given; if not, it is the usual one
+    stack: Stack = SHOAL  # whose constraints and constants apply
+    headroom: Headroom | None = None  # required of every plan; None: the usual one, for the choice
 
     def workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -87,11 +87,11 @@ def plan_request(
     headroom: str | float | Headroom | None = None,
     **recipe: Any,
 ) -> PlanRequest:
-    """Names looked up, values checked; everything wrong is reported together.
+    """Look up names and validate values; all errors are reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, fp16 where a device has none. ``lora`` is
-    the rank of low-rank additions; ``dora`` trains the lengths of rows too, ``nf4`` has the frozen weights in 4 bits.
-    ``headroom``: device memory that stays free, a share of it or a size such as ``8GiB``.
+    ``recipe`` takes further fields of a recipe; bf16 by default, fp16 if a device has no bf16. ``lora``: the rank of
+    the adapters; ``dora`` also trains row lengths, ``nf4`` stores frozen weights in 4 bits. ``headroom``: device
+    memory to leave free, as a share or a size such as ``8GiB``.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -106,7 +106,7 @@ def plan_request(
     if seq is None:
         seq = pretraining_seq(found_model) if found_model else 1
     if batch is None:
-        # What a deadline or a budget is enough for is not known yet: the batch is that of a compute-optimal run.
+        # What a deadline or a budget is enough for is not known yet, so take the batch of a compute-optimal run.
         length = total or (_tokens("optimal", found_model, problems) if deadline or budget else None)
         batch = (
             pretraining_batch(found_model, seq, length, cluster.devices)
@@ -158,7 +158,7 @@ def plan_request(
     used = STACKS[stack]
     if refused := list(unsupported(stack, found_recipe, adapters)):
         raise BadInput(refused)
-    # Buckets are as large as the stack makes them.
+    # Buckets have the stack's size.
     tune = USUAL if used is SHOAL else TuneSection(bucket_mb=used.bucket_mb)
     return PlanRequest(
         found_model,
@@ -180,7 +180,7 @@ def plan_request(
 
 
 def unsupported(stack: str, recipe: Recipe, lora: Lora | None) -> Iterator[Problem]:
-    """What of a recipe another stack does not train with."""
+    """Recipe settings that another stack does not train with."""
     for (field, value), instead in RECIPES.get(stack, {}).items():
         if getattr(recipe, field) == value:
             yield Problem(f"--stack {stack}: it does not train with {field} {value}", f"--{field} {instead}")
@@ -215,7 +215,7 @@ def _tokens(written: str | int | None, model: Model | None, problems: list[Probl
 
 
 def _legal(model: Model, cluster: Cluster, recipe: Recipe, layout: Layout | None) -> list[Problem]:
-    """What stands against a layout; without one, against every layout: a sequence longer than learned positions."""
+    """Problems of a layout; without one, of every layout: a sequence longer than learned positions."""
     if layout is not None:
         return nearest.problems(layout, model, recipe, cluster)
     return violations(Layout(), model, recipe) if model.positions == "learned" else []

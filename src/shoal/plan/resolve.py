@@ -1,4 +1,4 @@
-"""From a config to a job: look up names, choose the layout, check everything; spawn and write nothing."""
+"""Resolve a config into a job: look up names, choose the layout, check everything; spawns and writes nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shoal.predict.workload import Workload
 
 @dataclass(frozen=True)
 class Job:
-    """A config with its names resolved: what prediction, proof and training all start from."""
+    """A config with its names resolved: the input of prediction, proof and training."""
 
     config: Config
     model: Model
     cluster: Cluster
     layout: Layout
-    notes: tuple[str, ...] = ()  # what is done otherwise than the config says, and why
+    notes: tuple[str, ...] = ()  # what differs from the config, and why
 
     @property
     def network(self) -> Model:
-        """The model as it is trained: with adapters, where the config asks for them."""
+        """The model as trained: with adapters, if the config has them."""
         return self.workload().network
 
     @property
@@ -43,11 +43,11 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """How many the agent starts, watches and restarts together: ranks or, where there are any, servers."""
+        """How many processes the agent starts, watches and restarts together: ranks or, if there are any, servers."""
         return self.config.server.servers or self.layout.world
 
     def workload(self) -> Workload:
-        """What predictions are asked about, with all of the config that changes a cost."""
+        """The workload to predict, with everything in the config that affects cost."""
         config = self.config
         return Workload(
             self.model,
@@ -67,11 +67,11 @@ def resolve(
     ranks: int | None = None,
     trains: bool = True,
 ) -> Job:
-    """Look up model and cluster, choose the layout where it is ``auto``, and report every problem at once.
+    """Look up model and cluster, choose the layout if it is ``auto``, and report every problem at once.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine, or so many like it. ``ranks``:
-    how many of them another launcher has started on each, where that is known. ``trains``: weights learn from rows of
-    ``recipe.seq``; text that they write ends at their positions by itself.
+    ``visible``: CUDA_VISIBLE_DEVICES, for a cluster of this machine, or of several like it. ``ranks``: how many
+    another launcher has started per node, if known. ``trains``: weights are trained on rows of ``recipe.seq``;
+    generation instead stops at the model's positions.
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
@@ -92,15 +92,15 @@ def resolve(
         layout = found
     rows = config.recipe.loss_facts.rows
     if config.run.strict and layout.micro is None:
-        layout = layout.replace(micro=rows)  # the bits of a matrix product depend on how many rows it has
+        layout = layout.replace(micro=rows)  # the bits of a matrix product depend on its number of rows
     elif layout.pp > 1 and layout.micro is None and layout.micro_batch(config.recipe.batch) % rows:
-        layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
+        layout = layout.replace(micro=rows)  # filling a pipeline would separate rows that belong together
     problems.extend([*support.missing(config, model, layout), *support.of_another_loss(config)])
     if model is not None:
         if trains:
             problems.extend(_beyond_weights(config, model))
         strict = config.run.strict
-        # Where ranks share devices there may be any number of them.
+        # Ranks that share devices may be any number.
         devices = None if config.cluster.share else cluster
         illegal = nearest.problems(layout, model, config.recipe, devices, strict, support.runs)
         problems.extend(replace(problem, where="layout") for problem in illegal)
@@ -112,14 +112,14 @@ def resolve(
 
 
 def _several(cluster: Cluster, nodes: int, ranks: int | None) -> Cluster:
-    """So many machines like this one; of which a scheduler may show each rank its own device alone."""
+    """``nodes`` machines like this one; a scheduler may show each rank only its own device."""
     if ranks is None or cluster.devices_per_node == ranks:
         return cluster.model_copy(update={"nodes": nodes})
     return assemble(cluster.name, cluster.device, nodes, ranks, host_memory=cluster.host_memory)
 
 
 def _beyond_weights(config: Config, model: Model) -> Iterator[Problem]:
-    """Rotary positions go on for ever; weights that others have trained do not bear those beyond their own."""
+    """Rotary positions have no limit, but pretrained weights do not work well beyond their own."""
     seq, most = config.recipe.seq, model.max_positions
     if config.model.init_from is not None and model.positions != "learned" and seq > most:
         what = f"seq={seq} is longer than the {most:,} positions that the weights of model.init_from know"
@@ -130,7 +130,7 @@ def _beyond_weights(config: Config, model: Model) -> Iterator[Problem]:
 def _ramp_problems(
     config: Config, layout: Layout, model: Model, cluster: Cluster | None
 ) -> Iterator[Problem]:
-    """What a layout does not do with the batches that come before ``recipe.batch``."""
+    """What a layout cannot do with the smaller batches before ``recipe.batch``."""
     for stage in config.recipe.batch_ramp:
         recipe = config.recipe.model_copy(update={"batch": stage.batch, "batch_ramp": ()})
         for problem in violations(layout, model, recipe, cluster, config.run.strict):
@@ -139,7 +139,7 @@ def _ramp_problems(
 
 
 def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple[str, ...]]:
-    """With the precision that the devices multiply in. A CPU multiplies in all of them, if slowly."""
+    """The config with a precision that the devices support. A CPU supports all of them, slowly."""
     asked = config.recipe.precision
     if asked not in ("fp8", "bf16") or cluster is None or precisions.has_units(cluster.device, asked):
         return config, ()
@@ -150,8 +150,8 @@ def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple
 
 
 def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:
-    """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
-    # What divides the smallest batch of a ramp divides all.
+    """The choice of ``shoal plan``, by the same rule (``plan/choose.py``), among layouts that the engine runs."""
+    # A divisor of the ramp's smallest batch divides all batches.
     recipe = config.recipe.model_copy(update={"batch": config.recipe.batch_unit, "batch_ramp": ()})
     plain = Layout(dp=usable(cluster, recipe.batch // recipe.loss_facts.rows)[0])
     model = model or look_up(config)
@@ -164,8 +164,8 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
         lora=config.model.lora,
         compile=config.compile.enabled,
     )
-    # Strict mode has rules that the search does not know. What is not run at all is refused by its own name.
-    # A parameter server has replicas alone.
+    # Strict mode has rules that the search does not know. Unsupported settings are rejected later, by name. A
+    # parameter server has only replicas.
     if config.run.strict or config.server.servers or replicas_only(cluster) or not engine_runs(workload):
         return plain
     chosen = searched(workload, runnable=True).chosen
@@ -180,6 +180,6 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
 
 
 def look_up(config: Config) -> Model:
-    """The model that a config names; what adapters a run trained beside it is another matter."""
+    """The model that a config names, without adapters."""
     path = config.model.path
     return presets.find(config.model.preset) if path is None else presets.at(path).base

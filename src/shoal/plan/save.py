@@ -21,7 +21,7 @@ from shoal.plan.request import PlanRequest
 
 
 def saved(asked: PlanRequest, chosen: Chosen | None, folder: Path) -> tuple[str, Plan]:
-    """The text of a config in ``folder`` and its plan: what was chosen, or the layout that was asked for."""
+    """The text of a config in ``folder`` and its plan: the chosen layout, or the requested one."""
     plan = chosen.plan if chosen else None
     if asked.layout is not None:
         plan = judge(asked.workload(asked.layout))
@@ -32,12 +32,12 @@ def saved(asked: PlanRequest, chosen: Chosen | None, folder: Path) -> tuple[str,
 
 
 def refuse(asked: PlanRequest) -> None:
-    """Raise ``BadInput`` where the engine does not run what is asked for, whatever layout is found."""
+    """Raise ``BadInput`` if the engine cannot run the request in any layout."""
     tables(asked, asked.layout or Layout())
 
 
 def tables(asked: PlanRequest, layout: Layout, folder: Path = Path()) -> dict[str, Any]:
-    """What differs from the defaults of a config, checked against what the engine runs."""
+    """The non-default tables of a config, checked against what the engine runs."""
     is_preset = asked.model_name.lower() in presets.PRESETS
     model: dict[str, Any] = (
         {"preset": asked.model_name} if is_preset else {"path": seen_from(folder, asked.model_name)}
@@ -51,7 +51,7 @@ def tables(asked: PlanRequest, layout: Layout, folder: Path = Path()) -> dict[st
         **asked.recipe.model_dump(exclude_defaults=True),
     }
     if asked.tokens is not None:
-        del recipe["steps"]  # tokens say it
+        del recipe["steps"]  # implied by the tokens
     found = {
         "layout": str(layout),
         "model": model,

@@ -15,22 +15,22 @@ from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.search import searched
 
-# Points of a curve: below what was asked for; from there up.
+# Points of a curve: below what was asked for; and upwards.
 HALVINGS = 4
 DOUBLINGS = 2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A whole run, from its start to its end: with what failures, restarts and checkpoints take of it."""
+    """The cost of a whole run, including failures, restarts and checkpoints."""
 
     tokens: int
     steps: int
     seconds: float
     gpu_hours: float
-    cost: float | None  # at the price that was given
+    cost: float | None  # at the given price
     training_seconds: float  # of the steps alone
-    kwh: float | None  # of the devices at their rated power: not of hosts, network and cooling
+    kwh: float | None  # devices at their rated power, without hosts, network and cooling
     goodput: Goodput | None  # None on a CPU
 
     @property
@@ -48,14 +48,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan at one place of a curve; None where nothing fits."""
+    """The best plan at one point of a curve; None if nothing fits."""
 
     devices: int
     seq: int
     batch: int
     plan: Plan | None
-    speedup: float | None = None  # tokens/s over those of the curve's first point
-    efficiency: float | None = None  # tokens/s a GPU over the most of the curve: 1 at most
+    speedup: float | None = None  # tokens/s relative to the curve's first point
+    efficiency: float | None = None  # tokens/s per GPU relative to the curve's best: 1 at most
     cost: Cost | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Point:
 
 
 def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
-    """A run of so many tokens, in whole steps."""
+    """The cost of a run over ``tokens``, in whole steps."""
     steps = -(-tokens // plan.workload.recipe.tokens_per_step)
     training = steps * plan.step.seconds
     lost = goodput(plan)
@@ -91,28 +91,28 @@ def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
         hours * price if price is not None else None,
         training,
         hours * power / 1e3 if power else None,
-        # A run that is shorter ends with a checkpoint anyway.
+        # A shorter run ends with a checkpoint anyway.
         replace(lost, checkpoint_every=min(lost.checkpoint_every, steps)) if lost else None,
     )
 
 
 def best(asked: PlanRequest, runnable: bool = False) -> Plan | None:
-    """What to run, something that the engine runs where there is such; None where nothing fits.
+    """The plan to run, preferably one that the engine runs; None if nothing fits.
 
-    ``runnable``: nothing but what the engine runs.
+    ``runnable``: only what the engine runs.
     """
     chosen = searched(asked.workload(Layout()), 1, runnable, asked.headroom).chosen
     return chosen.plan if chosen else None
 
 
 def resized(asked: PlanRequest, devices: int) -> PlanRequest | None:
-    """The same request with another number of devices; None where nodes would not be filled."""
+    """The same request with another device count; None if nodes would not be full."""
     cluster = with_devices(asked.cluster, devices)
     return replace(asked, cluster=cluster, layout=None) if cluster else None
 
 
 def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
-    """More or fewer of the same: a part of one node, or whole nodes."""
+    """More or fewer of the same devices: a part of one node, or whole nodes."""
     name = f"{devices}x{cluster.device.name}"
     if str(cluster) == f"{cluster.devices}x{cluster.device.name}":
         try:
@@ -149,7 +149,7 @@ def over_devices(asked: PlanRequest) -> list[Point]:
 
 
 def over_sequences(asked: PlanRequest) -> list[Point]:
-    """Longer and shorter sequences at the same number of tokens a step, where the batch can be halved for it."""
+    """Longer and shorter sequences at the same number of tokens per step, where the batch can be halved for it."""
     seq, batch = asked.recipe.seq, asked.recipe.batch
     pairs = [(seq // 2**times, batch * 2**times) for times in (2, 1) if seq % 2**times == 0]
     pairs += [(seq * 2**times, batch // 2**times) for times in range(4) if batch % 2**times == 0]
@@ -162,8 +162,9 @@ def over_sequences(asked: PlanRequest) -> list[Point]:
 
 
 def _curve(requests: Iterable[PlanRequest]) -> list[Point]:
-    """Speed-up is over the first point that fits. Efficiency is over the one whose GPUs do the most each: too few GPUs
-    offload or recompute what more of them keep, and beside those all others would look better than they are.
+    """Speed-up is relative to the first point that fits. Efficiency is relative to the point with the highest
+    throughput per GPU: too few GPUs offload or recompute what more of them keep, and would make all others look too
+    good.
     """
     answers = [(asked, best(asked)) for asked in requests]
     found = [plan for _, plan in answers if plan]

@@ -1,7 +1,7 @@
 """Find the fastest legal layouts that fit.
 
-A strategy (degrees, and what data ranks share) is answered with its fastest layout, so that a list of plans is not one
-plan with ten small differences. What the engine runs is searched first and by itself, then everything.
+Each strategy (degrees, and what data ranks shard) contributes only its fastest layout, so that a list of plans is not
+one plan with ten small variations. Layouts that the engine runs are searched first on their own, then all layouts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shoal.predict.workload import Workload
 
 TOP = 10
 REJECTED = 20
-# Work that a hunt does at most (``plan/walk.py``). Layouts of large clusters come by the million within a few
-# percent of one another; a hunt that is broken off says what it may have missed.
+# Effort limit of one hunt (``plan/walk.py``). Large clusters have millions of layouts within a few percent of one
+# another; a hunt that is cut off reports what it may have missed.
 EFFORT = 36000
-# What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one
-# more thing that can be slow, but it has its price. Computing everything again takes a third longer at most, and is
-# what published runs do before they offload anything.
+# How much slower than an offloading layout another may be before offload is preferred. Moving data to a host and back
+# is one more thing that can be slow, but avoiding it has a price. Full recomputation takes at most a third longer, and
+# published runs use it before they offload anything.
 DEAR = 4 / 3
-# More layouts than these are searched in a process of its own, where there is a second core, while this one looks for
-# what may be chosen: each takes a second or so.
+# Spaces with more layouts than this are searched in a second process, if there is a second core, while this process
+# looks for what may be chosen: each takes about a second.
 LARGE = 20_000_000
-# One that has found nothing that fits goes on for up to so many times as long.
+# Effort multiplier for a hunt that has found nothing that fits.
 PATIENCE = 16
 
 
@@ -61,16 +61,16 @@ class Rejected:
 
 @dataclass
 class SearchResult:
-    """The answer of a search."""
+    """The result of a search."""
 
     plans: list[Plan]  # best first; those within the error bar of the best are marked
     rejected: list[Rejected]  # nearest first
-    searched: int  # layouts of the space; all of them are decided where the search is complete
-    evaluated: int  # of these, how many were priced one by one
+    searched: int  # layouts in the space; all are decided if the search is complete
+    evaluated: int  # of these, layouts priced one by one
     seconds: float
-    complete: bool  # whether the fastest is known, or that nothing fits; if not, ``at_best`` is what it may have missed
-    at_best: float | None = None  # seconds of a step that no layout left out can be faster than
-    chosen: Chosen | None = None  # what to run
+    complete: bool  # whether the fastest is known, or that nothing fits; otherwise see ``at_best``
+    at_best: float | None = None  # lower bound on the step time of layouts that were left out
+    chosen: Chosen | None = None  # the layout to run
 
     @property
     def proven(self) -> bool:
@@ -102,12 +102,12 @@ def search(
     effort: int | None = EFFORT,
     headroom: Headroom | None = None,
 ) -> SearchResult:
-    """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
+    """The fastest layout of each of the ``top`` best strategies, including one that the engine runs.
 
-    With ``top=1`` that is the fastest of what may be chosen; others may be faster that leave too little headroom.
-    ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
-    ``headroom``: what every plan leaves free; unless said, the chosen one leaves the usual, if there is one that does.
-    ``effort``: how much work to do at most, in bounds; None: as much as it takes.
+    With ``top=1`` that is the fastest layout that may be chosen; faster ones may leave too little headroom.
+    ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, by default all.
+    ``headroom``: what every plan leaves free; by default the chosen one leaves the usual amount, if one does.
+    ``effort``: the limit in bounds; None: no limit.
     """
     started = time.perf_counter()
     asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
@@ -115,7 +115,7 @@ def search(
     bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile)
     most = MemoryBound(model, cluster, recipe, stack, lora, compile, headroom or NONE)
     apart = cluster.device.name != "cpu"
-    ours = stack.name not in RULES  # what another stack does not run is of no use to anyone
+    ours = stack.name not in RULES  # what another stack does not run is useless
     space = Space(model, recipe, count_of_devices, runnable=ours, apart=apart, lora=lora)
     space = space if ours else replace(space, stack=stack.name)
     lists: dict[tuple[object, ...], OrderGroups] = {}
@@ -124,7 +124,9 @@ def search(
     def hunted(
         room: MemoryBound, space: Space, others: int = OTHERS, patient: bool = True
     ) -> list[BestFirst]:
-        """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
+        """Hunt through a space. If it is cut off without finding anything that fits, a second hunt covers frugal
+        layouts only.
+        """
 
         def hunt(space: Space) -> BestFirst:
             loosest = replace(space, apart=apart, customary=False)
@@ -144,10 +146,10 @@ def search(
         for one, work in ((frugal, effort // 2), (frugal, PATIENCE * effort), (whole, PATIENCE * effort)):
             if not frugal.accepted:
                 one.run(work)
-        frugal.at_best = None  # what it leaves out is among what the whole leaves out
+        frugal.at_best = None  # what it leaves out, the full hunt leaves out too
         return [whole, frugal]
 
-    # Everything, where it is asked for; of very much, in a process of its own beside the hunt for what may be chosen.
+    # The whole space, if requested; a very large one in a second process, alongside the hunt for what may be chosen.
     everything = replace(space, runnable=runnable and ours)
     layouts, elsewhere = everything.size(), None
     if top > 1 and layouts > LARGE:
@@ -155,16 +157,16 @@ def search(
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
-        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; sequences
-        # are cut shorter than others did only where nothing fits; where nothing leaves the usual headroom, less is.
+        # What may be chosen. Offload only if nothing else fits or it is much faster; shorter pieces of sequences than
+        # in published runs only if nothing fits; less than the usual headroom only if nothing leaves it.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
         usual = replace(space, short=False)
         ways = (replace(usual, apart=False), usual, space) if apart else (space,)
-        # Of another stack, what shards states as it does by itself comes before what it can be told to do.
+        # For another stack, its default state sharding comes before what it can be configured to do.
         if apart and usual_zero(stack) != 3:
             ways = (replace(usual, apart=False, customary=True), *ways)
         for choosing, way in product(rooms, ways):
-            # What is shown beside it is mostly what the last hunt finds, unless there is time while that goes on.
+            # The runners-up shown mostly come from the last hunt, unless there is time while the other process runs.
             hunts = hunted(choosing, way, OTHERS if elsewhere else OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
@@ -177,7 +179,7 @@ def search(
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     simpler: dict[tuple[object, ...], Priced] = {}
     if elsewhere is not None:
-        if able:  # among what is known by now, while the other process goes on, which seldom finds more to choose from
+        if able:  # among those known so far, while the other process runs, which seldom adds candidates
             choose(asked, bounds, choosing, hunts, found, against, simpler)
         found = [received(one, asked) for one in elsewhere()]
     if not able:
@@ -209,9 +211,9 @@ def search(
 def searched(
     workload: Workload, top: int = TOP, runnable: bool = False, headroom: Headroom | None = None
 ) -> SearchResult:
-    """A search for any layout of a workload but its own, on as many devices as there is use for.
+    """Search for any layout of a workload but its own, on as many devices as are useful.
 
-    Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
+    A search cut off without a result is run to completion: it reports that nothing fits only when certain.
     """
     given = workload.model, workload.cluster, workload.recipe
     found: SearchResult | None = None
@@ -238,8 +240,8 @@ def searched(
 
 
 def usable(cluster: Cluster, batch: int) -> list[int]:
-    """Numbers of devices to plan for, the best first. Devices of this machine, and processes on a CPU, may also stay
-    idle: there, as many as the batch divides over.
+    """Device counts to plan for, best first. Devices of this machine, and processes on a CPU, may stay idle: there, as
+    many as divide the batch.
     """
     if cluster.name != "local" and cluster.device.name != "cpu":
         return [cluster.devices]
@@ -247,7 +249,7 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
 
 
 def _seconds(hunts: Sequence[BestFirst | HuntResult], space: Space | None = None) -> float:
-    """Of the fastest that hunts have found; of those that the engine runs and that are in this space."""
+    """Step time of the fastest layout found; with ``space``, of those that the engine runs and that are in it."""
     found = (one for hunt in hunts for one in hunt.accepted)
     kept = (
         one
@@ -258,7 +260,7 @@ def _seconds(hunts: Sequence[BestFirst | HuntResult], space: Space | None = None
 
 
 def _ranked(hunts: list[HuntResult], top: int, against: Replicas, ours: bool) -> list[Plan]:
-    """The best of all hunts; if none of several runs, the best that does takes the last place."""
+    """The best of all hunts; if the engine runs none of several, the best that it runs takes the last place."""
     best: dict[StrategyKey, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
         best.setdefault(one.strategy, one)
@@ -274,7 +276,7 @@ def _ranked(hunts: list[HuntResult], top: int, against: Replicas, ours: bool) ->
 
 
 def _rejected(hunts: list[HuntResult], plans: list[Plan]) -> list[Rejected]:
-    """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
+    """Layouts that were priced and lost, fastest first; one per strategy that fits, and one that does not."""
     if not plans:
         return []
     taken = {plan.layout for plan in plans}

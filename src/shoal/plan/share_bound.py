@@ -1,8 +1,8 @@
-"""Lower bounds on step time before the order of a pipeline is known: of a split, and of what a rank works on at a time.
+"""Lower bounds on step time before a pipeline's order is known: for a split, and for a work share.
 
-Bounds are composed of a layer's costs (``plan/layer_bound.py``). Each leaves out what is not decided yet, and what
-takes long to say: of a split its latencies and everything but matrix products, attention and tensor ranks' exchange; of
-shares what data ranks exchange (``plan/exchange_bound.py``).
+Composed of per-layer costs (``plan/layer_bound.py``). Each leaves out what is still open or slow to compute: for a
+split, latencies and everything but matrix products, attention and tensor ranks' exchange; for a share, data ranks'
+exchange (``plan/exchange_bound.py``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shoal.predict.time.bubble import follows, idle
 
 
 class Cuts(NamedTuple):
-    """How a pipeline can be cut: in each way, layers of its ranks without and with experts."""
+    """The ways to cut a pipeline: for each, its ranks' layers without and with experts."""
 
     cuts: frozenset[frozenset[tuple[int, int]]]
-    fullest: int  # layers that some rank has at least, whichever way
-    most: int  # and at most
-    fewest: tuple[int, int]  # that every rank has, without and with experts
+    fullest: int  # the least maximum of layers per rank over all ways
+    most: int  # the greatest
+    fewest: tuple[int, int]  # layers without and with experts that every rank has at least
 
 
 @dataclass
 class ShareBound(LayerBound):
-    """Of one model on one cluster."""
+    """Share bounds for one model on one cluster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,26 +48,26 @@ class ShareBound(LayerBound):
     def of_split(
         self, split: ModelSplit, orders: Sequence[PipelineOrder] = (), micro: int | None = None
     ) -> float:
-        """Products at the rate of the best one, and what tensor ranks exchange as one message a layer; with ``orders``
-        to choose from also how long a pipeline's ranks wait for one another, which ``micro`` decides once it is known.
+        """Products at the best rate, and tensor ranks' exchange as one message per layer; with ``orders`` to choose
+        from, also how long pipeline ranks wait for one another, which depends on ``micro`` once that is known.
         """
         worked = self._worked(split)
         if split.pp == 1 or not orders:
             return worked
-        # The smaller the micro-batch, the more of them fill the pipeline.
+        # Smaller micro-batches give more of them to fill the pipeline.
         times = max(1, self.recipe.batch // split.data)
         ways = divisors(times) if micro is None else [accumulation(self.recipe.batch, split.data, micro)]
         return worked * min(self.fill(split.pp, some, orders, False) for some in ways)
 
     def fill(self, pp: int, times: int, orders: Sequence[PipelineOrder], played: bool = True) -> float:
-        """How many times as long as its work a pipeline takes at least."""
+        """A lower bound on a pipeline's time relative to its work."""
         return 1 + self._least_wait(pp, times, orders, played) * (pp - 1) / times if pp > 1 else 1.0
 
     def _work_of_split(self, split: ModelSplit) -> float:
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
-        # Two sums a layer forward and two backward; with sequence parallelism each is two halves, which a library may
-        # do better than the whole.
+        # Two reductions per layer forward and two backward; with sequence parallelism each is two halves, which a
+        # library may run faster than the whole.
         whole, *halves = (
             self.on.links.seconds(op, exchanged, split.tp, 1)
             for op in ("all_reduce", "all_gather", "reduce_scatter")
@@ -78,8 +78,8 @@ class ShareBound(LayerBound):
         return worked + self.behind * each if split.pp == 1 else worked
 
     def of_tokens(self, split: ModelSplit, share: WorkShare) -> float:
-        """Every micro-batch reads all weights of a layer for each of its products, however few tokens it has. What was
-        measured may come from a cache.
+        """Every micro-batch reads all weights of a layer for each of its products, however few its tokens. Measured
+        kernels may have read from a cache.
         """
         if self.measured:
             return 0.0
@@ -90,7 +90,7 @@ class ShareBound(LayerBound):
         return self._micro_batches(split, share) * known
 
     def _moved_by_products(self, split: ModelSplit, share: WorkShare) -> float:
-        """Seconds that reading and writing takes, of one micro-batch."""
+        """Seconds of memory traffic per micro-batch."""
         seconds, body, kernels = 0.0, self.body(split.tp, share.sp), self.on.kernels
         for part in self._parts(split, share, layer.FREE, False):
             count = body.sparse if part.experts else body.dense
@@ -101,7 +101,7 @@ class ShareBound(LayerBound):
         return seconds / self.on.faster
 
     def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
-        """All that is computed within layers, evenly over all devices."""
+        """All computation within layers, spread evenly over all devices."""
         sp, kind, ep, micro = share
         tokens = micro * self.recipe.seq // split.cp
         key = (
@@ -124,19 +124,21 @@ class ShareBound(LayerBound):
         return self._micro_batches(split, share) * known
 
     def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
-        """All computation and exchange within layers, evenly over all devices: whatever the depth of a pipeline."""
+        """All computation and exchange within layers, spread evenly over all devices, for any pipeline depth."""
         costs = self.costs(split, share, "none", self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         return self._micro_batches(split, share) * total
 
     def _micro_batches(self, split: ModelSplit, share: WorkShare) -> float:
-        """How many whole networks' passes over one a device works off."""
+        """Passes through the whole network per device."""
         return self.recipe.batch * split.tp * split.cp / (self.devices * share.micro)
 
     @cached_property
     def _attention(self) -> float:
-        """Of a whole batch, on one device. What was measured depends on its shape, so it is left out there."""
+        """Attention over a whole batch on one device. Measured attention depends on its shape, so it is left out
+        there.
+        """
         if self.measured:
             return 0.0
         recipe, layers = self.recipe, self.model.layers
@@ -148,7 +150,7 @@ class ShareBound(LayerBound):
         each = 4 if self.frozen else 6
         flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
         if self.model.experts is not None:
-            flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
+            flops /= 2  # tokens spread unevenly over a rank's experts, and rows are rounded down
         return flops / self.on.fastest
 
     def of_share(
@@ -159,8 +161,8 @@ class ShareBound(LayerBound):
         orders: Sequence[PipelineOrder] = (),
         compiled: bool | None = None,
     ) -> float:
-        """All computation and exchange within layers, evenly over the pipeline; with ``orders`` to choose from also how
-        long each of its ranks then waits for the others. ``compiled``: None where not all of them agree.
+        """All computation and exchange within layers, spread evenly over the pipeline; with ``orders`` to choose from,
+        also how long its ranks wait for the others. ``compiled``: None if the orders disagree.
         """
         costs = self.costs(split, share, recompute, self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
@@ -206,8 +208,8 @@ class ShareBound(LayerBound):
         return known
 
     def _least_wait(self, pp: int, times: int, orders: Sequence[PipelineOrder], played: bool = True) -> float:
-        """For each of the other ranks, in what one micro-batch takes there. ``played``: also of pipelines that never
-        fill, whose waiting has no formula and takes a millisecond to find.
+        """Waiting time per other rank, in units of one micro-batch there. ``played``: also for pipelines that never
+        fill, which need a simulation of about a millisecond.
         """
         key = pp, times, orders[0].schedule, len(orders), played
         known = self._waits.get(key)
@@ -216,7 +218,7 @@ class ShareBound(LayerBound):
             found = (
                 idle(schedule, pp, chunks, times).work
                 if played or follows(schedule, pp, chunks, times)
-                else (pp - 1) / (3 * chunks)  # the least that any schedule can have
+                else (pp - 1) / (3 * chunks)  # the minimum of any schedule
                 for schedule, chunks in pipelines
             )
             known = self._waits[key] = min(min(found) / (pp - 1), float(times))

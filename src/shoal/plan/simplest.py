@@ -1,9 +1,8 @@
-"""Find the simplest layout that is fast enough: the way of ``plan/best_first.py`` in another order.
+"""Find the simplest layout that is fast enough: ``plan/best_first.py`` in another order.
 
-What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what follows the practice of
-published runs; of these, what rests on the best evidence; of as good evidence, what has the fewest axes; and then the
-fastest. A decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory
-that there are, is simpler than all that is left.
+Layouts with the fewest parts come first (``plan/complexity.py``); then those that follow published practice, then
+those with the best evidence, the fewest axes, and the lowest time. Each decision adds parts or none, so the first
+whole layout that reaches the top, within the time and memory limits, is simpler than all that is left.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from shoal.plan.space import (
 )
 from shoal.plan.walk import Priced, Walk
 
-# Of two that differ in time alone, by no more than this, one whose memory is further from full is taken: with this
-# probability of running out, or less.
+# Of two layouts that differ only in time, by at most this ratio, the one further from full memory wins: one with at
+# most this probability of running out.
 SLACK, AT_THE_EDGE = 1.03, 1e-5
-# What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
+# The default micro-batch depends on whether the stages run down the ranks, or down and back.
 FILLING, FOLDED = PipelineOrder("1f1b", 1, "none"), PipelineOrder("zbv", 2, "none")
 
 
 class Complexity(NamedTuple):
-    """What speaks against a layout, the weightiest first."""
+    """What counts against a layout, most important first."""
 
     parts: int
-    departures: int  # of these, from the practice of published runs
+    departures: int  # of these, departures from the practice of published runs
     unmeasured: int  # claims that no published run supports
-    keys: int  # plain replicas have no part, but a key to write: it decides where the rest is equal
-    axes: int  # an axis is more than a policy: it has ranks of its own to place
+    keys: int  # plain replicas are not a part, but have a key to write: a tie-break
+    axes: int  # an axis costs more than a policy: its ranks must be placed
     seconds: float
 
     def more(
@@ -62,18 +61,18 @@ class Complexity(NamedTuple):
 
 
 class SimplestNode(NamedTuple):
-    """Some decisions; what is None is still open."""
+    """A partial decision; None marks what is open."""
 
     split: ModelSplit
     share: WorkShare | None = None
-    few: int = 0  # of what is decided next, those that add so many parts; those that add more come later
+    few: int = 0  # next decisions that add this many parts; those that add more come later
     order: PipelineOrder | None = None
     states: StateSharding | None = None
     unit: int = 1
 
 
 def rank_of(priced: Priced) -> Complexity:
-    """Of a whole layout."""
+    """The complexity of a whole layout."""
     workload, candidate = priced.workload, priced.candidate
     return Complexity(
         complexity.count(candidate, workload),
@@ -87,7 +86,7 @@ def rank_of(priced: Priced) -> Complexity:
 
 @dataclass(eq=False)
 class Simplest(Walk):
-    """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten."""
+    """``limit``: maximum seconds per step. ``best``: a layout within it that fits, to be beaten."""
 
     limit: float
     best: Priced
@@ -97,12 +96,12 @@ class Simplest(Walk):
         super().__post_init__()
         self._to_beat = rank_of(self.best)
         self._orders: dict[tuple[int, bool, bool], dict[int, list[PipelineOrder]]] = {}
-        # With offload only as it is known to fit, or less of it: where it is needed, that is a search of its own.
+        # Offload only as it is known to fit, or less: if more is needed, that is another search.
         away = self.best.candidate.states.offload
         known_to_fit = {part.what for part in away}
         less = [one for one in self.space.offloads if {part.what for part in one} < known_to_fit]
         self._offloads = dict.fromkeys((NOTHING, *less, away))
-        # The model, the device and the recipe are as well known whatever the layout.
+        # The evidence for model, device and recipe is the same in every layout.
         known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
         for split in self.space.splits():
             bound = self.bounds.of_split(split, self.space.orders(split))
@@ -112,8 +111,8 @@ class Simplest(Walk):
             self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
 
     def run(self, effort: int | None) -> Priced:
-        """The simplest; where so much work does not suffice, the one that was to be beaten. Of layouts that differ in
-        time alone, and little, one that is not at the memory's edge.
+        """The simplest; if ``effort`` runs out, the given ``best``. Among layouts with nearly equal time, one that is
+        not close to running out of memory.
         """
         found: tuple[Complexity, Priced] | None = None
         while self._heap:
@@ -142,7 +141,7 @@ class Simplest(Walk):
             self._worked += 1
 
     def _open(self, rank: Complexity, node: SimplestNode) -> None:
-        """One more decision."""
+        """Make one more decision."""
         split, share, few, order, states, unit = node
         if share is None:
             self._open_split(rank, node)
@@ -193,13 +192,13 @@ class Simplest(Walk):
         self._later(rank, node, [complexity.of_share(split, shares[0], model, cluster) for shares in ways])
 
     def _later(self, rank: Complexity, node: SimplestNode, numbers: Iterable[int]) -> None:
-        """What adds more parts waits until it has its turn."""
+        """Queue decisions that add more parts for later."""
         if further := [number for number in numbers if number > node.few]:
             more = min(further)
             self._push(rank.more(more - node.few, 0, rank.seconds), node._replace(few=more))
 
     def _orders_of(self, split: ModelSplit, share: WorkShare) -> dict[int, list[PipelineOrder]]:
-        """By the parts that each adds."""
+        """Orders grouped by the parts that they add."""
         batch = self.asked.recipe.batch
         usual = [share.micro == complexity.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
         key = split.pp, usual[0], usual[1]

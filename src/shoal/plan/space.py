@@ -1,8 +1,8 @@
-"""The space of layouts: every legal value of every key, on a stated grid where a key has no natural limit.
+"""The space of layouts: every legal value of every key, on a fixed grid where a key has no natural limit.
 
-A layout is decided in four steps, and so is a search over it: how the network is split (``ModelSplit``), what one
-rank then works on at a time (``WorkShare``), in which order and what it computes again (``PipelineOrder``), and who
-keeps which states (``StateSharding``). A ``Candidate`` is all four.
+A layout is decided in four steps, and so is a search over it: how the network is split (``ModelSplit``), what one rank
+works on at a time (``WorkShare``), in which order and with which recomputation (``PipelineOrder``), and how states are
+sharded (``StateSharding``). A ``Candidate`` is all four.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.facts.strategies import OWNERS
 
-# Where a key has no natural end, these values are searched.
+# Searched values of keys without a natural limit.
 CHUNKS = (1, 2, 3, 4, 6, 8)
 UNITS = (1, 2, 4, 8)
-# Tokens of a sequence that context ranks of published runs have at least: Megatron-Bridge's recipe of Llama 3.1 405B
-# cuts 8192 in two, Llama 3's own run 131,072 in 16. What cuts shorter is searched, but not chosen (``short``).
+# The fewest tokens of a sequence per context rank in published runs: Megatron-Bridge's recipe of Llama 3.1 405B splits
+# 8192 in two, Llama 3's own run 131,072 in 16. Shorter pieces are searched, but not chosen (``short``).
 LEAST_TOKENS = 4096
 OFFLOADED: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
@@ -55,16 +55,16 @@ OFFLOADED: tuple[tuple[str, ...], ...] = (
 )
 NOTHING: tuple[Offload, ...] = ()
 OFFLOADS = tuple(Layout.parse(f"offload={'+'.join(parts)}").offload for parts in OFFLOADED)
-# All that can be, of blocks that compute something again, and of others.
+# The maximal offload, for blocks that recompute and for others.
 EVERYTHING: dict[Recompute, tuple[Offload, ...]] = {
     "none": OFFLOADS[1],
     "selective": OFFLOADS[3],
     "full": OFFLOADS[3],
 }
-# The same on NVMe: as much memory on the device, slower, and for what a host has no room for.
+# The same on NVMe: same device memory, slower, for when host memory is full.
 ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
-# Fractions of the optimizer that are tried of a layout that fits with some of it offloaded: those that need less of the
-# host's time, up to the one at which device and host are done together (``plan/best_first.py``).
+# Fractions of the optimizer to try for a layout that fits with some of it offloaded: those that need less host time,
+# up to the one where device and host finish together (``plan/best_first.py``).
 FRACTIONS = tuple(round(part / 20, 2) for part in range(1, 21))
 
 
@@ -74,7 +74,7 @@ def cuts_short(seq: int, cp: int) -> bool:
 
 
 def has_activations(offload: tuple[Offload, ...], recompute: Recompute) -> bool:
-    """Whether blocks keep what this would offload: activations are the inputs of what is computed again."""
+    """Whether blocks save what this would offload: only inputs of recomputed blocks are offloaded as activations."""
     return recompute != "none" or all(part.what != "activations" for part in offload)
 
 
@@ -82,7 +82,7 @@ PLAIN = Layout()
 
 
 def layout_of(**keys: Any) -> Layout:
-    """Every value is legal and in canonical form already, so it is not checked again, which would take long."""
+    """A layout without validation, which is slow: all values are known to be legal and canonical."""
     return PLAIN.model_copy(update=keys)
 
 
@@ -114,7 +114,7 @@ class StateSharding(NamedTuple):
 
 
 def one_sequence(split: ModelSplit, share: WorkShare, recompute: Recompute) -> Layout:
-    """All that decides what a block keeps of one sequence; of a micro-batch it keeps as many times that."""
+    """Everything that determines what a block saves per sequence; a micro-batch saves a multiple of that."""
     return layout_of(
         dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep, micro=1,
         recompute=recompute,
@@ -122,7 +122,7 @@ def one_sequence(split: ModelSplit, share: WorkShare, recompute: Recompute) -> L
 
 
 def placed(split: ModelSplit, states: StateSharding, ep: int = 1) -> Placement:
-    """Who shards and who copies parameters of which ``ep`` data ranks hold one set."""
+    """Which ranks shard and replicate parameters of which ``ep`` data ranks hold one set."""
     return placement(split.tp, split.cp, states.fsdp, states.dp, ep)
 
 
@@ -155,22 +155,20 @@ class Candidate(NamedTuple):
 
 @dataclass
 class Space:
-    """The legal layouts of a model and a recipe on so many devices; ``runnable``: only what the engine runs.
+    """The legal layouts of a model and a recipe on this many devices; ``runnable``: only what the engine runs.
 
-    ``stack``: of another stack, what that one runs.
+    ``stack``: only what another stack runs.
     """
 
     model: Model
     recipe: Recipe
     devices: int
     runnable: bool = False
-    apart: bool = True  # whether devices have a host beside them, where states can wait
+    apart: bool = True  # whether devices have a host to offload to
     short: bool = True  # whether context ranks may have fewer tokens of a sequence than in published runs
-    usual: bool = True  # whether they may have as many, or none share a sequence
-    customary: bool = False  # whether only the optimizer's states are shared out
-    frugal: bool = (
-        False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
-    )
+    usual: bool = True  # whether they may have as many, or not split sequences at all
+    customary: bool = False  # whether only the optimizer states are sharded
+    frugal: bool = False  # least memory only: small micro-batches, full recompute, states over all ranks
     stack: str = "shoal"
     lora: Lora | None = None
 
@@ -182,7 +180,7 @@ class Space:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What splits, shares and orders depend on, of what one search may ask for in several ways; and what may be
+        """A cache key: what splits, shares and orders depend on among the variants of one search; and what may be
         offloaded, without which some do not fit.
         """
         return (
@@ -195,7 +193,7 @@ class Space:
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
-            return  # a sequence that is longer than learned positions
+            return  # a sequence longer than learned positions
         for tp in divisors(self.devices):
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
@@ -213,7 +211,7 @@ class Space:
             yield from alike
 
     def shares_by_size(self, split: ModelSplit) -> Iterator[list[WorkShare]]:
-        """Those that differ only in the micro-batch together, from the smallest to the largest."""
+        """Work shares grouped by everything but the micro-batch, from the smallest to the largest."""
         micros = self._micros(split)
         for sp, kind in self._ways(split.tp, split.cp):
             for ep in self._expert_degrees(split):
@@ -226,13 +224,13 @@ class Space:
 
     @property
     def _sequences(self) -> int:
-        """Of a batch: those that belong together count once."""
+        """The batch in sequences, with rows that belong together counted once."""
         return max(1, self.recipe.batch // self.recipe.loss_facts.rows)
 
     def orders(
         self, split: ModelSplit, recompute: Recompute | None = None, puts_off: bool | None = None
     ) -> list[PipelineOrder]:
-        """``puts_off``: only those that put weight gradients off, or only those that do not."""
+        """``puts_off``: only orders that defer weight gradients, or only those that do not."""
         return self._orders(split.pp, recompute, puts_off)
 
     def _orders_of(self, pp: int, recompute: Recompute | None, puts_off: bool | None) -> list[PipelineOrder]:
@@ -247,7 +245,9 @@ class Space:
     def sharings(
         self, split: ModelSplit, ep: int, offload: tuple[Offload, ...] = NOTHING
     ) -> list[list[StateSharding]]:
-        """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
+        """Grouped by what is sharded; each group from the most ranks to the fewest, so from the least memory to the
+        most.
+        """
         found = self._sharings(split.data, split.cp, ep, offload)
         if self.customary:
             found = [alike for alike in found if alike[0].zero == 1 or not _shared(split, alike[0])]
@@ -272,7 +272,7 @@ class Space:
             yield from alike
 
     def units(self, split: ModelSplit, states: StateSharding) -> tuple[int, ...]:
-        """Blocks in a sharded group; it means nothing where parameters are whole."""
+        """Blocks per FSDP unit; irrelevant if parameters are not sharded."""
         if states.zero < 3 or placed(split, states).sharded.size == 1 or self._others:
             return (1,)
         most = -(-self.model.layers // split.pp)
@@ -283,7 +283,7 @@ class Space:
         if not self.apart:
             return ()
         if self._others:
-            # Of another stack, what it offloads of some layout: most of all where everything is shared out.
+            # For another stack, what it offloads in some layout: it allows the most with everything sharded.
             return tuple(
                 offload
                 for offload in OFFLOADS
@@ -293,7 +293,7 @@ class Space:
         return tuple(one for one in OFFLOADS if not self.runnable or self._runs(one))
 
     def _runs(self, offload: tuple[Offload, ...]) -> bool:
-        """Whether the engine runs it with this model and this recipe; activations go with recomputation."""
+        """Whether the engine supports it with this model and recipe; activations require recomputation."""
         config = Config(recipe=self.recipe, model=ModelSection(lora=self.lora))
         return not support.missing(config, self.model, Layout(recompute="full", offload=offload))
 
@@ -301,7 +301,7 @@ class Space:
         return tuple(offload for offload in self.offloads if has_activations(offload, recompute))
 
     def everything(self) -> Iterator[Candidate]:
-        """All of it, one by one."""
+        """All candidates, one by one."""
         for split in self.splits():
             for share in self.shares(split):
                 for order in self.orders(split):
@@ -313,11 +313,11 @@ class Space:
                                     yield one
 
     def size(self) -> int:
-        """How many that are, without going through them."""
+        """The number of candidates, without enumerating them."""
         total = 0
         known: dict[tuple[object, ...], int] = {}
         for split in self.splits():
-            # Tensor ranks keep states alike; another stack's rules may tell them apart.
+            # Tensor ranks do not affect sharding, except through another stack's rules.
             key = split if self._others else split[1:]
             if key not in known:
                 known[key] = sum(
@@ -367,11 +367,11 @@ class Space:
 
     @property
     def _others(self) -> bool:
-        """Whether another stack's rules hold."""
+        """Whether another stack's rules apply."""
         return self.stack in RULES
 
     def has(self, candidate: Candidate) -> bool:
-        """Whether it is among what is cut and offloaded here."""
+        """Whether it is among the splits and offloads of this space."""
         split, states = candidate.split, candidate.states
         cut = self.short or not cuts_short(self.recipe.seq, split.cp)
         if self.customary and states.zero != 1 and _shared(split, states):
@@ -379,7 +379,7 @@ class Space:
         return cut and (self.apart or not states.offload)
 
     def admits(self, candidate: Candidate) -> bool:
-        """Whether the stack runs a whole layout; that it is legal is known."""
+        """Whether the stack runs a whole layout that is known to be legal."""
         return not self._others or stack_runs(self.stack, Asked(candidate.layout(), self.model, self.recipe))
 
     def _shares(self, split: ModelSplit, states: StateSharding) -> bool:
@@ -389,7 +389,7 @@ class Space:
         )
 
     def _by_stack(self, **keys: Any) -> bool:
-        """Whether the stack runs layouts of which only these keys are known; the batch is one that suits it."""
+        """Whether the stack runs layouts with only these keys given, at a suitable batch."""
         if not self._others:
             return True
         layout = layout_of(**{"micro": 1, **keys})

@@ -1,4 +1,4 @@
-"""A first config for a model, data and a cluster: planned, and with what a run of this kind usually takes."""
+"""A first config for a model, data and a cluster: planned, with the usual settings for such a run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from shoal.plan.request import RATE_OF_WIDE, WIDE
 from shoal.plan.resolve import choose
 from shoal.predict.workload import Workload
 
-# Of weights that have been trained before; a new network of that width takes ten times as much.
+# For pretrained weights; a new network of that width takes ten times as much.
 RATE_OF_TRAINED = 2e-5
-# Tokens of a sequence where the model takes more, and sequences a device.
+# Tokens per sequence if the model supports more, and sequences per device.
 USUAL_SEQ, USUAL_SHARE = 4096, 2
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a config is asked for; what is None follows from the rest."""
+    """What a config is requested to have; None is derived."""
 
     model: str = "tiny"
     data: str = "stdlib"
@@ -42,12 +42,12 @@ class Wish:
     batch: int | None = None
     steps: int | None = None
     layout: str | None = None
-    rows: dict[str, Any] = field(default_factory=dict)  # what the data's first row says of all: format, field
+    rows: dict[str, Any] = field(default_factory=dict)  # from the data's first row: format, field
 
 
 @dataclass(frozen=True)
 class Started:
-    """The tables of a config, lines for its top, and what was predicted of it."""
+    """The tables of a config, lines for its top, and its prediction."""
 
     tables: dict[str, Any]
     head: list[str]
@@ -55,7 +55,7 @@ class Started:
 
 
 def start(wish: Wish, folder: Path, visible: str | None = None) -> Started:
-    """A config in ``folder`` that trains; BadInput with everything that is wrong with the wish."""
+    """A config in ``folder`` that trains; raises BadInput with everything wrong with the wish."""
     problems: list[Problem] = []
     model = seek("--model", lambda: presets.find(wish.model), problems)
     cluster = seek("--on", lambda: notation.find(wish.on, visible), problems)
@@ -82,7 +82,7 @@ def start(wish: Wish, folder: Path, visible: str | None = None) -> Started:
 
 
 def model_table(text: str, folder: Path) -> dict[str, Any]:
-    """The table ``[model]`` of what a person calls a model: its weights too, where it has some."""
+    """The ``[model]`` table for what a user calls a model, with its weights if it has some."""
     if text.lower() in presets.PRESETS:
         return {"preset": text.lower()}
     if hub.is_hub_name(text):
@@ -100,7 +100,7 @@ def checked(tables: dict[str, Any]) -> Config:
 
 
 def refusals(config: Config, model: Model | None, cluster: Cluster | None) -> list[Problem]:
-    """What ``shoal train`` would say no to: what the engine does not run, and what is not legal there."""
+    """What ``shoal train`` would reject: unsupported by the engine, or illegal there."""
     if config.layout == "auto":
         return support.missing(config, model, Layout())
     layout = Layout.parse(config.layout)
@@ -126,7 +126,7 @@ def predicted(config: Config, model: Model, cluster: Cluster) -> Plan:
 
 
 def prediction(plan: Plan) -> str:
-    """In one line, for the top of a config."""
+    """One line for the top of a config."""
     memory = plan.memory
     fits = "" if plan.fits else ", which does NOT fit"
     return (
@@ -137,7 +137,7 @@ def prediction(plan: Plan) -> str:
 
 
 def usual_seq(model: Model) -> int:
-    """Tokens of a sequence: what the default is for the tiny model, and more for what was made for more."""
+    """Tokens per sequence: the default for the tiny model, and more for models made for more."""
     small = Recipe.model_fields["seq"].default
     return min(model.max_positions, USUAL_SEQ if model.hidden >= WIDE else small)
 
@@ -148,7 +148,7 @@ def usual_batch(cluster: Cluster) -> int:
 
 
 def usual_rate(model: Model, trained: bool) -> float | None:
-    """A learning rate; None where the default suits."""
+    """A learning rate; None if the default fits."""
     if trained:
         return RATE_OF_TRAINED
     return RATE_OF_WIDE if model.hidden >= WIDE else None
@@ -168,7 +168,7 @@ def _recipe(wish: Wish, model: Model, cluster: Cluster, trained: bool) -> dict[s
 
 
 def data_source(text: str, folder: Path) -> str:
-    """As a config in ``folder`` writes a source that is relative to the working directory."""
+    """The data source as written in a config in ``folder``, given relative to the working directory."""
     return text if text == "stdlib" or "://" in text else seen_from(folder, text)
 
 

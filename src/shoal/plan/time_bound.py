@@ -1,6 +1,6 @@
-"""Lower bounds on step time where the order of a pipeline is known, and then who keeps which states.
+"""Lower bounds on step time once a pipeline's order is known, and then its state sharding.
 
-Of orders what data ranks exchange is left out, of states the latency of their many calls.
+For orders, data ranks' exchange is left out; for states, the latency of their many calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_END = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass
 class TimeBound(ShareBound):
-    """Of one model on one cluster."""
+    """Step-time bounds for one model on one cluster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ class TimeBound(ShareBound):
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
 
-        ``held``: what is moved of weights for every micro-batch, once states say that.
+        ``held``: weight traffic per micro-batch, once the states determine it.
         """
         held = held or self.least_held(split, share)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
@@ -79,7 +79,7 @@ class TimeBound(ShareBound):
             seconds = max(seconds, hosts * (dense + sparse))
             total += ranks * seconds
             slowest = max(slowest, seconds)
-            # Whichever rank turns out to be the slowest, its devices compute as long.
+            # The slowest rank's devices compute at least this long, whichever rank it is.
             computed = min(computed, dense * costs.dense_computed + sparse * costs.sparse_computed + ends)
         times = accumulation(self.recipe.batch, split.data, share.micro)
         always = times * self.behind * computed + self.once
@@ -87,7 +87,7 @@ class TimeBound(ShareBound):
             return times * slowest + always
         idle_time = idle(order.schedule, split.pp, order.chunks, times)
         wait = idle_time.work / (split.pp - 1)
-        # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
+        # If a rank's own work counts less than its waiting, the bound assumes all work on one rank.
         worked = times * slowest + wait * (total - slowest) if times >= wait else times * total
         tokens = share.micro * self.recipe.seq // split.cp
         if split.tp > 1 and (share.sp or self.stack.parts_messages):
@@ -104,8 +104,8 @@ class TimeBound(ShareBound):
         offload: tuple[Offload, ...],
         worked: float,
     ) -> float:
-        """With states shared out as far as they can be, so that the least of them travels: every pass, or once."""
-        # Of what is updated on the device, shards of gathered weights take no longer than others.
+        """With maximal sharding, so that the least is transferred: in every pass, or once."""
+        # For an update on the device, shards of gathered weights take no longer than others.
         zeros: tuple[Zero, ...] = (3, 1) if waiting(offload, "optimizer") else (3,)
         return worked + min(self.of_update(split, share, order, zero, offload) for zero in zeros)
 
@@ -117,7 +117,7 @@ class TimeBound(ShareBound):
         zero: Zero,
         offload: tuple[Offload, ...],
     ) -> float:
-        """The update, and what travels for it, of states that are shared out as far as they can be."""
+        """The update and its transfers, with maximal sharding."""
         key = split, share, order, zero < 3, offload
         known = self._updated.get(key)
         if known is None:
@@ -126,7 +126,7 @@ class TimeBound(ShareBound):
         return known
 
     def of_sending(self, split: ModelSplit, share: WorkShare, orders: Sequence[PipelineOrder]) -> float:
-        """What activations that wait elsewhere add, as much as they slow down what is computed beside."""
+        """Time added by offloaded activations: their slowdown of overlapping computation."""
         recompute, compiled = orders[0].recompute, self.compiled(split, orders[0])
         times = accumulation(self.recipe.batch, split.data, share.micro)
         layers = sum(self._ways(split.pp, orders).fewest)
@@ -136,7 +136,7 @@ class TimeBound(ShareBound):
     def of_states(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
     ) -> float:
-        """``worked``: ``of_order``, with what these states move of weights."""
+        """``worked``: ``of_order``, plus the weights that these states move."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
         held = self.handled(split, share, states)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
@@ -155,8 +155,8 @@ class TimeBound(ShareBound):
         zeros: tuple[Zero, ...] = ZEROS,
         compiled: bool | None = None,
     ) -> float:
-        """What is left of data ranks' exchange beside the passes, over however many ranks states are shared out and
-        whatever is computed again. It comes on top of ``of_share`` and ``of_order``.
+        """Exposed data-rank exchange besides the passes, for any sharding and any recomputation. Added to ``of_share``
+        and ``of_order``.
         """
         key = split, share, zeros, compiled
         known = self._exchanged.get(key)
@@ -173,7 +173,7 @@ class TimeBound(ShareBound):
     def _longest_passes(
         self, split: ModelSplit, share: WorkShare, times: int, compiled: bool | None
     ) -> tuple[float, float]:
-        """Of a layer, computed again."""
+        """Per layer, with recomputation."""
         found = [self.on.handling(rests, times) for rests in layer.RESTS]
         most = Passes(*map(max, zip(*found, strict=True)))
         held = Handling(most, most)
@@ -194,7 +194,7 @@ class TimeBound(ShareBound):
     def _update(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> float:
-        """The optimizer on the device; where something waits elsewhere, its travels as well."""
+        """The optimizer on the device; with offload, its transfers as well."""
         elements, resting, layers = self._on_first_rank(split, share, order)
         shards = placed(split, states).sharded.size
         owned = elements / shards
@@ -203,7 +203,7 @@ class TimeBound(ShareBound):
             return seconds
         workload = self._offloading(split, share.micro, states)
         kept = layers * share.micro * self._kept(split, share, order.recompute, self.compiled(split, order))
-        # The longer a step computes, the more hides behind it: at most so long.
+        # A longer step hides more of the transfers: an upper bound on its passes.
         held = self.handled(split, share, states)
         costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
         forward = backward = blocks = 0.0
@@ -214,7 +214,7 @@ class TimeBound(ShareBound):
             forward = max(forward, here * costs.forward + first.forward + last.forward)
             backward = max(backward, here * costs.backward + first.input + last.input)
         beside = Beside(forward, backward, blocks)
-        # Tensors are cut so that at least the fraction is offloaded; what arrives last is left out.
+        # Cuts between tensors offload at least the fraction; the last piece to arrive is ignored.
         parts = (waiting(states.offload, what) for what in Shares._fields)
         away = Shares(*(part.fraction if part else 0.0 for part in parts))
         weights = resting / shards if states.zero == 3 else resting
@@ -223,7 +223,7 @@ class TimeBound(ShareBound):
         return moved.seconds + moved.stays * seconds
 
     def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool) -> float:
-        """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
+        """Bytes that one layer saves per sequence, for the kind that saves the least."""
         key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, compiled
         known = self._resting.get(key)
         if known is None:
@@ -233,7 +233,7 @@ class TimeBound(ShareBound):
         return known
 
     def _with_offload(self, split: ModelSplit, micro: int, states: StateSharding) -> Workload:
-        """A workload with all that transfers ask of a layout: what gradients leave with, and how often."""
+        """A workload with everything that transfers depend on: the precision and frequency of gradient transfers."""
         dp, fsdp, zero, offload = states
         return self._workload(
             layout_of(dp=dp, fsdp=fsdp, zero=zero, cp=split.cp, pp=split.pp, micro=micro, offload=offload)
@@ -242,7 +242,7 @@ class TimeBound(ShareBound):
     def _on_first_rank(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder
     ) -> tuple[float, float, int]:
-        """Of the pipeline's first rank, before they are shared out: trained parameters, bytes of all; its layers."""
+        """On the pipeline's first rank, unsharded: trained parameters; bytes of all parameters; its layers."""
         key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep
         known = self._first.get(key)
         if known is None:

@@ -1,4 +1,4 @@
-"""What every way through the space of layouts has in common: the queue of what comes next, and what may fit of it."""
+"""The base of every search through the layout space: its priority queue, and the memory checks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.predict.memory import ledger
 from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
-# Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
-# every machine. So many go into pricing a whole layout, and into its memory, for which a pipeline is played through.
+# Effort is counted in bounds of about 30 microseconds, not in seconds, so that a workload has the same answer on every
+# machine. These are the costs of pricing a whole layout, of its ledger, and of simulating a pipeline for that.
 PRICED = 25
 COUNTED, PLAYED = 20, 4
-# What fills no more of a device than this, at least, fits as a rule.
+# A layout predicted to fill at most this share of a device usually fits.
 ROOMY = 0.8
-# Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
+# Degrees of tp, cp, pp, ep; what data ranks shard; whether anything is offloaded.
 StrategyKey = tuple[int, int, int, int, int, bool]
 
 
@@ -36,7 +36,7 @@ class Priced:
     workload: Workload
     step: StepTime
     memory: Ledger | None = None
-    too_much: Ledger | None = None  # of a rank that did not fit, where no other was looked at
+    too_much: Ledger | None = None  # of a rank that did not fit, if no other was checked
 
     @property
     def strategy(self) -> StrategyKey:
@@ -46,9 +46,9 @@ class Priced:
 
 @dataclass(eq=False)
 class Walk:
-    """What every way through the space has in common: the queue of what comes next, and what may fit of it.
+    """The base of every search: its priority queue, and the memory checks.
 
-    ``known``: layouts with their price, shared by all walks of a search.
+    ``known``: priced layouts, shared by all searches of one request.
     """
 
     asked: Workload
@@ -70,7 +70,7 @@ class Walk:
     def _states(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, alike: Sequence[StateSharding]
     ) -> Iterator[tuple[StateSharding, float]]:
-        """Those that may fit, each with how long a step takes at least. Over fewer ranks they need more."""
+        """Shardings that may fit, each with a lower bound on the step time. Fewer ranks need more memory."""
         worked = None
         for states in alike:
             self._worked += 1
@@ -85,7 +85,7 @@ class Walk:
     def _worked_at_least(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> float:
-        """The bound of an order, with what these states move of weights."""
+        """The bound of an order, plus the weights that these states move."""
         held = self.bounds.handled(split, share, states)
         return self.bounds.of_order(split, share, order, held)
 
@@ -109,7 +109,7 @@ class Walk:
         return priced.memory
 
     def _known_to_fit(self, priced: Priced) -> bool:
-        """As soon as one rank does not, no other is looked at."""
+        """Whether its exact ledger fits; stops at the first rank that does not."""
         left = self.room.headroom.left_by
         if priced.memory is None:
             if priced.too_much is not None and not left(priced.too_much):
@@ -125,9 +125,7 @@ class Walk:
         return left(priced.memory)
 
     def _too_large_anyway(self, candidate: Candidate) -> bool:
-        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that: of a layout that
-        is known and offloads less.
-        """
+        """Whether it would not fit even with all offloaded states gone, judged by a layout that offloads less."""
         for lighter in LIGHTER.get(candidate.states.offload, ()):
             kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=lighter)))
             memory = kept and (kept.memory or kept.too_much)
@@ -142,7 +140,7 @@ class Walk:
         return candidate.states.fsdp <= self._failed.get(self._alike(candidate), 0)
 
     def _fits(self, priced: Priced) -> bool:
-        """If not, neither do states over fewer ranks, or larger units."""
+        """Check the memory; if it does not fit, neither do states over fewer ranks, or larger units."""
         candidate, alike = priced.candidate, self._alike(priced.candidate)
         fits = self._known_to_fit(priced)
         if not fits and alike[-1] == candidate.unit:
@@ -150,16 +148,16 @@ class Walk:
         return fits
 
     def _tight(self, candidate: Candidate, frugal: StateSharding) -> bool:
-        """Whether it is in doubt that even the states which need the least will fit. Elsewhere a ledger, which takes
-        long, is drawn up of what turns out to be the fastest only.
+        """Whether even the most frugal states may not fit. Otherwise the ledger, which is slow, is computed only for
+        what turns out to be the fastest.
         """
         split, share, order, *_ = candidate
         return not self.room.fits(split, self.room.of_states(split, share, order, frugal) / ROOMY)
 
     def _alike(self, candidate: Candidate) -> tuple[object, ...]:
-        """What is the same in layouts that differ only in how many ranks share states, and in units. Last, of those the
-        unit that needs the least memory; where small units stay gathered, each may. Experts that no other rank of a
-        copy holds are gathered from nowhere, so over fewer ranks these may need less.
+        """A key that is equal for layouts that differ only in the number of ranks that shard states, and in units. Its
+        last part is the unit that needs the least memory; if small units stay gathered, it may be any. Unsharded
+        experts are not gathered, so with fewer ranks these may need less.
         """
         split, share, order, states, unit = candidate
         least = unit if self.asked.tune.persist_below else 1

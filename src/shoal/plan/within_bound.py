@@ -1,7 +1,7 @@
-"""What ranks exchange within layers, in the time of one micro-batch: tensor ranks, context ranks and experts' ranks.
+"""Exchanges within layers, per micro-batch: tensor ranks, context ranks and expert ranks.
 
-Each depends on few of the decisions, so most layouts find it priced: tensor ranks exchange as much of a long sequence's
-part as of a short sequence.
+Each depends on few decisions, so most layouts hit the cache: tensor ranks exchange as much for a part of a long
+sequence as for a short one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.predict.workload import Workload
 
 @dataclass(eq=False)
 class WithinBound:
-    """``asked``: a workload of any layout. ``body``: all layers' parameters, by ``tp`` and ``sp``."""
+    """``asked``: a workload with any layout. ``body``: all layers' parameters, by ``tp`` and ``sp``."""
 
     on: CostModel
     asked: Workload
@@ -37,7 +37,7 @@ class WithinBound:
     def of_tensor(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, tokens: int
     ) -> float:
-        """Of a layer."""
+        """Per layer."""
         if split.tp == 1:
             return 0.0
         sp, _, ep, micro = share
@@ -45,7 +45,8 @@ class WithinBound:
         known = self._tensor.get(key)
         if known is None:
             body = self.body(split.tp, sp)
-            # Beside adapters every layer is taken for the first, which exchanges the least: a rank may have few others.
+            # With adapters every layer is assumed to be the first, which exchanges the least: a rank may have few
+            # others.
             if self.asked.lora is not None:
                 body = replace(body, dense=int(body.dense > 0), sparse=int(not body.dense))
             workload = self._workload(split, share, recompute, compiled)
@@ -56,7 +57,7 @@ class WithinBound:
     def of_context(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, part: LayerShare
     ) -> float:
-        """Of a layer; ``part``: a rank's share of it."""
+        """Per layer; ``part``: a rank's share of it."""
         if split.cp == 1:
             return 0.0
         key = split.tp, split.cp, share.cp_kind, share.micro, *_passes(recompute, compiled)
@@ -71,9 +72,9 @@ class WithinBound:
     def of_experts(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, part: LayerShare
     ) -> float:
-        """Of all layers with experts; ``part``: a rank's share of one."""
+        """For all layers with experts; ``part``: a rank's share of one."""
         sp, _, ep, micro = share
-        # What it may hide behind.
+        # Computation that it may overlap with.
         beside: tuple[float, ...] = self.on.shared_experts(part)
         if part.expert_parts > 1:
             beside += self.on.routed_experts(part)
@@ -95,7 +96,7 @@ class WithinBound:
     def _workload(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool
     ) -> Workload:
-        """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
+        """One micro-batch on one rank, with as many replicas as expert ranks, so that these have a place."""
         sp, kind, ep, micro = share
         layout = layout_of(
             dp=ep, tp=split.tp, sp=sp, cp=split.cp, cp_kind=kind, ep=ep, micro=micro, recompute=recompute
@@ -113,5 +114,5 @@ class WithinBound:
 
 
 def _passes(recompute: Recompute, compiled: bool) -> tuple[Recompute, bool]:
-    """What exchanges depend on: compiled blocks differ in what they repeat."""
+    """What exchanges depend on: compiled blocks differ in what they recompute."""
     return recompute, compiled and recompute != "none"

@@ -22,7 +22,7 @@ __all__ = ["STACKS", "Exported", "export"]
 
 
 def export(stack: str, workload: Workload) -> Exported:
-    """What ``stack`` needs to run this workload's model and recipe in its layout."""
+    """The export of this workload's model, recipe and layout to ``stack``."""
     if stack not in _WRITERS:
         raise BadInput(f"there is no export to {stack!r}", did_you_mean(stack, STACKS))
     recipe = workload.recipe

@@ -1,7 +1,8 @@
-"""Accelerate: a YAML file for ``accelerate launch`` that the parser of 1.15 reads (its fields are there from 1.10 on).
+"""Export to Accelerate: a YAML file for ``accelerate launch``, as read by the parser of 1.15 (its fields exist since
+1.10).
 
-DDP where nothing is sharded, FSDP2 for ``zero=3``; ``zero=1|2`` and Ulysses go through its DeepSpeed plugin, whose
-own file is then written too. The script is taken to use Hugging Face's Trainer, whose arguments carry the recipe.
+DDP if nothing is sharded, FSDP2 for ``zero=3``; ``zero=1|2`` and Ulysses use its DeepSpeed plugin, whose own file is
+written too. The script is assumed to use Hugging Face's Trainer, whose arguments carry the recipe.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def write(workload: Workload) -> Exported:
         given["gradient_checkpointing"] = True
     options = " ".join(f"--{name} {shlex.quote(_word(value))}" for name, value in given.items())
     nodes, _ = machines(workload)
-    # Every node says which one it is, and where the first one is.
+    # Every node passes its own rank and the first node's address.
     place = (
         '--machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" --main_process_port 29500 '
         if nodes > 1
@@ -54,7 +55,7 @@ def write(workload: Workload) -> Exported:
 
 
 def _runs_as(workload: Workload) -> Workload:
-    """FSDP2's shards: all parameters with their optimizer in host memory or none, whole blocks computed again."""
+    """FSDP2's layout: everything sharded, all offloaded to host memory or nothing, whole blocks recomputed."""
     layout, waiting = workload.layout, offloads(workload)
     away = ALL_AWAY if {"params", "optimizer"} & waiting.keys() and layout.shards > 1 else ()
     zero = layout.zero if layout.zero == 3 or layout.shards == 1 else 2
@@ -64,7 +65,7 @@ def _runs_as(workload: Workload) -> Workload:
 
 
 def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
-    """The closest layout that Accelerate takes, and what was changed."""
+    """The closest layout that Accelerate supports, and notes on the changes."""
     layout, notes = workload.layout, []
     if layout.ep > 1:
         notes.append(
@@ -110,7 +111,7 @@ def _settings(workload: Workload) -> dict[str, Any]:
             "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": sharding(workload) == 3,
         }
-        del settings["mixed_precision"]  # Accelerate refuses to hear it twice
+        del settings["mixed_precision"]  # Accelerate rejects it when given twice
     elif settings["distributed_type"] == "FSDP":
         settings["fsdp_config"] = _fsdp(workload)
     if layout.tp * layout.cp > 1 or (layout.dp > 1 and layout.fsdp > 1):
@@ -160,7 +161,7 @@ def _degrees(workload: Workload) -> dict[str, Any]:
             "parallelism_config_sp_attn_implementation": "sdpa",
         }
     elif layout.cp > 1:
-        # As a ring passes keys and values on; the other choice gathers them all at once.
+        # Keys and values passed around a ring; the alternative gathers them all at once.
         degrees["parallelism_config_cp_comm_strategy"] = "alltoall"
     return degrees
 

@@ -1,6 +1,7 @@
-"""Megatron-Bridge: a Python script around its ``ConfigContainer``, with the fields of 0.3 on Megatron Core 0.16.
+"""Export to Megatron-Bridge: a Python script around its ``ConfigContainer``, with the fields of 0.3 on Megatron Core
+0.16.
 
-It trains on the same core as Megatron-LM and as NeMo 2, whose successor for language models it is.
+It trains on the same core as Megatron-LM and NeMo 2, which it succeeds for language models.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _script(workload: Workload) -> str:
         "optimizer": _nested("OptimizerConfig", _optimizer(workload)),
         "ddp": _nested("DistributedDataParallelConfig", _data_ranks(workload)),
         "scheduler": _nested("SchedulerConfig", _schedule(workload)),
-        # In its place, your own: GPTDatasetConfig(blend=…).
+        # To replace with your own: GPTDatasetConfig(blend=…).
         "dataset": _nested(
             "MockGPTDatasetConfig",
             {
@@ -48,7 +49,7 @@ def _script(workload: Workload) -> str:
                 "eod_mask_loss": False,
             },
         ),
-        # Its null tokenizer adds one token, the end of a document, to those it is given.
+        # Its null tokenizer adds an end-of-document token to the given vocabulary.
         "tokenizer": _nested(
             "TokenizerConfig", {"tokenizer_type": "NullTokenizer", "vocab_size": workload.model.vocab - 1}
         ),
@@ -97,7 +98,7 @@ def _nested(name: str, given: dict[str, Any]) -> Code:
 
 
 def seed(workload: Workload) -> int:
-    """It refuses 0."""
+    """Megatron rejects seed 0."""
     return max(1, workload.recipe.seed)
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed: one JSON file. Its fields are those of 0.19, which has AutoTP and AutoEP and no longer has MiCS.
+"""Export to DeepSpeed: one JSON file, with the fields of 0.19, which has AutoTP and AutoEP and no longer MiCS.
 
-``benchmarks/exports.py`` loads the files with DeepSpeed's own parser; 0.19.8 was the last that did.
+``benchmarks/exports.py`` loads the files with DeepSpeed's own parser, most recently 0.19.8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DECAY = (
 
 def write(workload: Workload) -> Exported:
     runs_as, notes = settled(DEEPSPEED, workload)
-    # Ranks of a replica that keep a second copy of its weights between them.
+    # Ranks of a replica that together keep a second copy of its weights.
     copy = workload.layout.shards if workload.layout.dp > 1 else None
     workload = replace(workload, layout=runs_as.layout)
     nodes, per_node = machines(workload)
@@ -70,7 +70,7 @@ def settings(workload: Workload, copy: int | None = None) -> dict[str, Any]:
 
 
 def stage(workload: Workload) -> int:
-    """The ZeRO stage. Offload is a part of it, also where one rank has everything to itself."""
+    """The ZeRO stage. Offload needs at least stage 1, even on a single rank."""
     return max(sharding(workload), int("optimizer" in offloads(workload)))
 
 
@@ -82,7 +82,7 @@ def _precision(workload: Workload) -> dict[str, Any]:
         if recipe.states == "bf16" and stage(workload):
             given["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if recipe.precision == "fp16":
-        # As Shoal scales the loss: halved at every overflow, doubled after 2000 quiet steps.
+        # As Shoal scales the loss: halved at every overflow, doubled after 2000 steps without one.
         given["fp16"] = {
             "enabled": True,
             "loss_scale": 0,
@@ -110,7 +110,7 @@ def _scheduler(workload: Workload) -> dict[str, Any]:
     held = recipe.schedule in ("constant", "wsd")
     if held and not warmup:
         return {}  # the optimizer's own rate
-    # No warm-up at all cannot be said, but one that starts at the peak can.
+    # Zero warm-up steps cannot be expressed, but a warm-up that starts at the peak can.
     steps = {"warmup_num_steps": warmup or 1, "warmup_type": "linear"}
     rates = {"warmup_min_lr": 0.0 if warmup else recipe.peak_lr, "warmup_max_lr": recipe.peak_lr}
     if held:
@@ -136,7 +136,7 @@ def _zero(workload: Workload, copy: int | None) -> dict[str, Any]:
     if zero["stage"] == 3:
         unit = unit_elements(workload)
         zero["stage3_prefetch_bucket_size"] = tune.prefetch * unit
-        # Its default would hold back the prefetching of blocks as large as this.
+        # The default would hold back prefetching of blocks this large.
         zero["stage3_max_live_parameters"] = max(10**9, (1 + tune.prefetch) * unit)
         zero["stage3_param_persistence_threshold"] = tune.persist_below
         if copy is not None:
@@ -173,7 +173,7 @@ def _recompute(workload: Workload) -> dict[str, Any]:
 
 
 def cannot(workload: Workload) -> Iterator[str]:
-    """What this file has no word for."""
+    """Settings that this file cannot express."""
     yield from _cannot_place(workload)
     yield from _cannot_keep(workload)
     yield from _cannot_compute(workload)
@@ -201,7 +201,7 @@ def _cannot_keep(workload: Workload) -> Iterator[str]:
 
 
 def _cannot_compute(workload: Workload) -> Iterator[str]:
-    """The recipe."""
+    """Recipe settings that it cannot express."""
     recipe = workload.recipe
     yield (
         f"{workload.model.name}, seq={recipe.seq}, steps={recipe.steps}, seed={recipe.seed}: this file holds none of "

@@ -1,4 +1,4 @@
-"""Megatron-LM: its command-line arguments in a shell script that starts them.
+"""Export to Megatron-LM: a shell script with its command-line arguments.
 
 Checked against the parser and the checks of Megatron-LM with core 0.20 (August 2026).
 """
@@ -37,7 +37,9 @@ def write(workload: Workload) -> Exported:
 
 
 def settled_here(workload: Workload) -> tuple[Workload, list[str], Workload]:
-    """The workload in a layout that Megatron's core runs, what was changed, and what it then really runs."""
+    """The workload in a layout that Megatron's core runs, notes on the changes, and the workload as it will really
+    run.
+    """
     runs_as, notes = settled(MEGATRON_CORE, workload)
     written = replace(workload, layout=runs_as.layout)
     return written, notes, replace(runs_as, lora=None)
@@ -51,7 +53,7 @@ def _script(workload: Workload) -> str:
         *_recipe(workload),
     ]
     lines = [f"    {shlex.join(word)}" for word in words]
-    # FSDP's communication needs several hardware queues; that of tensor and context parallelism, exactly one.
+    # FSDP's communication needs several hardware queues; that of tensor and context parallelism exactly one.
     queues = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS" if uses_fsdp(workload) else "export CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
@@ -72,7 +74,7 @@ def _script(workload: Workload) -> str:
 
 
 def uses_fsdp(workload: Workload) -> bool:
-    """Megatron-FSDP shards gradients and parameters; it goes with everything but pipelines."""
+    """Megatron-FSDP shards gradients and parameters; it combines with everything but pipelines."""
     return sharding(workload) > 1 and workload.layout.pp == 1
 
 
@@ -81,7 +83,7 @@ def sequence_parallel(workload: Workload) -> bool:
 
 
 def stage_layout(workload: Workload) -> str | None:
-    """Shoal's cut in Megatron's notation, ``Et*7|t*8|t*7L``; None where all stages are equal, which is its default."""
+    """Shoal's stages in Megatron's notation, ``Et*7|t*8|t*7L``; None if all stages are equal, which is its default."""
     stages = cut(workload.model, workload.layout.pp * workload.layout.chunks, workload.recipe.seq)
     if len({len(stage.layers) for stage in stages}) == 1:
         return None
@@ -107,7 +109,7 @@ def _layout(workload: Workload) -> Iterator[list[str]]:
             each = workload.model.layers // (layout.pp * layout.chunks)
             yield ["--num-layers-per-virtual-pipeline-stage", str(each)]
     if workload.model.experts is not None:
-        # Shoal keeps each routed expert whole, whatever tp is.
+        # Shoal does not split routed experts, whatever tp is.
         yield ["--expert-model-parallel-size", str(layout.ep), "--expert-tensor-parallel-size", "1"]
     if layout.recompute == "full":
         yield [
@@ -130,7 +132,7 @@ def _layout(workload: Workload) -> Iterator[list[str]]:
 
 
 def recomputed_modules(workload: Workload) -> list[str]:
-    """What is cheap to compute again; attention's scores are never kept, its kernel makes them anew."""
+    """What is cheap to recompute; attention's scores are never saved, since its kernel recomputes them."""
     return ["layernorm", "moe_act"] if workload.model.experts is not None else ["layernorm"]
 
 
@@ -139,7 +141,7 @@ def offloaded_layers(workload: Workload) -> int:
 
 
 def own_buckets(workload: Workload) -> bool:
-    """Whether they were chosen: Shoal's default is small here, and Megatron's grows with the data ranks."""
+    """Whether bucket sizes were set: Shoal's default is small here, and Megatron's grows with the data ranks."""
     return workload.tune.bucket_mb not in (USUAL.bucket_mb, MEGATRON_CORE.bucket_mb)
 
 
@@ -180,7 +182,7 @@ def _recipe(workload: Workload) -> Iterator[list[str]]:
     else:
         yield ["--lr-decay-style", recipe.schedule]
     yield ["--attention-dropout", str(recipe.dropout), "--hidden-dropout", str(recipe.dropout)]
-    # It refuses 0.
+    # Megatron rejects seed 0.
     yield ["--seed", str(max(1, recipe.seed)), "--init-method-std", str(workload.model.init_std)]
     if recipe.precision in ("bf16", "fp8"):
         yield ["--bf16"]
@@ -193,7 +195,7 @@ def _recipe(workload: Workload) -> Iterator[list[str]]:
 
 
 def cannot(workload: Workload) -> Iterator[str]:
-    """What Megatron's arguments have no word for; NeMo, which runs on the same core, shares it."""
+    """Settings that Megatron's arguments cannot express; shared with NeMo, which runs on the same core."""
     yield from _cannot_place(workload)
     yield from _cannot_keep(workload)
     yield from _cannot_compute(workload)

@@ -1,4 +1,4 @@
-"""A model's shape in Megatron-LM's arguments."""
+"""Export a model's shape to Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shoal.facts.model import Experts, Latent, Model
 from shoal.predict.workload import Workload
 
-# The weight of the balance loss in Megatron-Core's recipes of Mixtral.
+# The balance-loss weight in Megatron-Core's Mixtral recipes.
 USUAL_BALANCE = 1e-2
 
 
@@ -46,8 +46,8 @@ def arguments(workload: Workload) -> Iterator[list[str]]:
         for name, value in balance(workload).items():
             yield [f"--moe-{name.replace('_', '-')}", str(value)]
         if workload.recipe.precision == "bf16":
-            yield ["--moe-grouped-gemm"]  # in no other precision
-    # Its null tokenizer adds one token, the end of a document, to those it is given.
+            yield ["--moe-grouped-gemm"]  # not in other precisions
+    # Its null tokenizer adds an end-of-document token to the given vocabulary.
     yield ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab - 1)]
     yield ["--make-vocab-size-divisible-by", "1"]
 
@@ -68,7 +68,7 @@ def _positions(workload: Workload) -> Iterator[list[str]]:
         yield ["--rotary-scaling-factor", str(scaling.factor)]
         yield ["--mscale", str(scaling.mscale or 1.0), "--mscale-all-dim", str(scaling.mscale_all_dim or 0.0)]
     if model.window is not None:
-        # How many earlier tokens are seen, and how many later ones.
+        # How many earlier tokens are visible, and how many later ones.
         yield ["--window-size", f"{model.window - 1},0"]
         if model.window_layers is not None:
             pattern = ",".join(str(int(layer in model.window_layers)) for layer in range(model.layers))
@@ -107,19 +107,19 @@ def _experts(experts: Experts, layers: int) -> Iterator[list[str]]:
 
 
 def balance(workload: Workload) -> dict[str, str | float]:
-    """What keeps experts evenly busy: the recipe's loss, the router's bias, or the loss that is usual there."""
+    """What balances the experts: the recipe's loss, the router's bias, or the usual loss there."""
     recipe, experts = workload.recipe, workload.model.experts
     if experts is not None and experts.router_bias and not recipe.router_aux:
         return {"router_load_balancing_type": "none"}
     found: dict[str, str | float] = {
-        "router_load_balancing_type": "seq_aux_loss",  # as ours, sequence by sequence
+        "router_load_balancing_type": "seq_aux_loss",  # per sequence, as ours
         "aux_loss_coeff": recipe.router_aux or USUAL_BALANCE,
     }
     return found | ({"z_loss_coeff": recipe.router_z} if recipe.router_z else {})
 
 
 def gemma_only(model: Model) -> Iterator[str]:
-    """What of Gemma's shapes neither these arguments nor NeMo's plain model can say."""
+    """Gemma features that neither these arguments nor NeMo's plain model can express."""
     odd = {
         "norms behind attention and MLP; nearest: none": model.output_norms,
         "norms times 1 + weight; nearest: times weight": model.norm_offset,
@@ -132,7 +132,7 @@ def gemma_only(model: Model) -> Iterator[str]:
 
 
 def cannot(workload: Workload) -> Iterator[str]:
-    """What of a shape Megatron's core does not compute."""
+    """Shape features that Megatron's core does not support."""
     model, tp = workload.model, workload.layout.tp
     if model.experts is not None and not (model.experts.router_bias or workload.recipe.router_aux):
         yield f"router_aux=0 without a router's bias: experts would fall idle; nearest: a weight of {USUAL_BALANCE}"

@@ -1,4 +1,4 @@
-"""NeMo 2: a Python script around its MegatronStrategy, as 2.4 has it (NeMo 3 left language models to others)."""
+"""Export to NeMo 2: a Python script around its MegatronStrategy, as of 2.4 (NeMo 3 dropped language models)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _script(workload: Workload) -> str:
         "trainer": call("nl.Trainer", _trainer(workload)),
         "config": call(f"llm.{shape}", shape_of(workload)),
         "data": call(
-            "llm.MockDataModule",  # in its place, your own: llm.PreTrainingDataModule(paths=…)
+            "llm.MockDataModule",  # to replace with your own: llm.PreTrainingDataModule(paths=…)
             {
                 "seq_length": workload.recipe.seq,
                 "micro_batch_size": workload.micro,
@@ -133,7 +133,7 @@ def _trainer(workload: Workload) -> dict[str, Any]:
 
 
 def _classes(workload: Workload) -> tuple[str, str]:
-    """The model and its config: the plain ones, unless positions or attention need a family's own."""
+    """The model and config classes: the plain ones, unless positions or attention need those of a family."""
     model = workload.model
     if model.latent is not None:
         return "DeepSeekModel", "DeepSeekV3Config"
@@ -231,7 +231,7 @@ def _experts(workload: Workload) -> dict[str, Any]:
 
 
 def _kept(workload: Workload) -> dict[str, Any]:
-    """Recomputing and offloading of activations, which are the model's here."""
+    """Activation recomputation and offload, which are model settings here."""
     layout = workload.layout
     if layout.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,4 +1,4 @@
-"""Judge an export again, as what its target will really run: another layout, other kernels, other states at rest."""
+"""Judge an export as its target will really run it: another layout, other kernels, other stored states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.predict.workload import Workload
 
 @dataclass(frozen=True)
 class Rejudged:
-    """An export beside the plan that it was made from."""
+    """An export compared with the plan it was made from."""
 
     target: str
     planned: Plan
@@ -50,9 +50,9 @@ class Rejudged:
 
 
 def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, Rejudged]:
-    """An export, and what it is there. ``free``: another layout may take the place of one that does not fit there.
+    """An export, and its prediction on the target. ``free``: another layout may replace one that does not fit there.
 
-    Raise ``BadInput`` with the nearest that the target can run where it would not run, or run out of memory.
+    Raises ``BadInput`` with the nearest runnable layout if the target would not run it, or would run out of memory.
     """
     exported = export(target, planned.workload)
     if planned.workload.lora is not None and exported.runs_as.lora is None:
@@ -85,7 +85,7 @@ def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, 
 
 
 def nearest_that_fits(workload: Workload) -> Plan | None:
-    """The fastest with the same degrees that fits; else the best of all that the stack runs."""
+    """The fastest layout that fits with the same degrees; otherwise the best one that the stack runs."""
     fitting = [plan for other in _neighbours(workload) if (plan := judge(other)).fits]
     if fitting:
         return min(fitting, key=lambda plan: plan.step.seconds)
@@ -96,7 +96,7 @@ def nearest_that_fits(workload: Workload) -> Plan | None:
 
 
 def _neighbours(workload: Workload) -> Iterator[Workload]:
-    """Smaller micro-batches, more that is computed again, more that is shared out."""
+    """Smaller micro-batches, more recomputation, more sharding."""
     layout = workload.layout
     for micro in divisors(workload.micro):
         for recompute in ("none", "selective", "full"):

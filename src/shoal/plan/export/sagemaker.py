@@ -1,8 +1,9 @@
-"""SageMaker: a Python file that starts a training job with its SDK 3, sharded by the model parallel library, SMP v2.
+"""Export to SageMaker: a Python file that starts a training job with its SDK 3, sharded by the model parallel library
+SMP v2.
 
-Checked with the classes of SDK 3.27. SMP v2 runs on FSDP: its parameters are the ranks that share a copy
-(``hybrid_shard_degree``) and the degrees of tensor, context and expert parallelism. The script is taken to use Hugging
-Face's Trainer, whose arguments carry the recipe.
+Checked with the classes of SDK 3.27. SMP v2 is based on FSDP: its parameters are the number of ranks that shard a
+replica (``hybrid_shard_degree``) and the degrees of tensor, context and expert parallelism. The script is assumed to
+use Hugging Face's Trainer, whose arguments carry the recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shoal.predict.workload import Workload
 
 FILE = "sagemaker_job.py"
 CHECKED = "SageMaker Python SDK 3.27.0 with SMP v2.8"
-# What can be rented with these devices: eight to an instance.
+# Instance types with these devices: eight per instance.
 INSTANCES = {
     "A100-40GB": "ml.p4d.24xlarge",
     "A100-80GB": "ml.p4de.24xlarge",
@@ -29,7 +30,7 @@ INSTANCES = {
     "B200": "ml.p6-b200.48xlarge",
 }
 DEVICES = 8
-# The container that has the library, by its own version (SMP 2.8, which is built on torch 2.5.1); and a plain one.
+# The container with the library, by the library's version (SMP 2.8, built on torch 2.5.1); and a plain one.
 _SMP_IMAGE = ("pytorch-smp", "2.8.0", "py311")
 _PLAIN_IMAGE = ("pytorch", "2.8.0", "py312")
 
@@ -43,7 +44,7 @@ def write(workload: Workload) -> Exported:
 
 
 def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
-    """The closest layout that the library takes, and what was changed."""
+    """The closest layout that the library supports, and notes on the changes."""
     layout, notes = workload.layout, []
     if layout.recompute == "selective":
         notes.append("recompute=selective: blocks are repeated as a whole; nearest: full")
@@ -59,7 +60,7 @@ def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
 
 
 def _runs_as(workload: Workload) -> Workload:
-    """FSDP's shards of everything; what waits elsewhere is what it offloads."""
+    """FSDP with everything sharded; offload as SMP does it."""
     layout = workload.layout
     kept = without(layout, "optimizer", "params")
     whole = tuple(part.model_copy(update={"fraction": 1.0, "nvme": False}) for part in kept)
@@ -70,7 +71,7 @@ def _runs_as(workload: Workload) -> Workload:
 
 
 def by_smp(workload: Workload) -> bool:
-    """Plain replicas need nothing but torchrun."""
+    """Whether SMP is needed: plain replicas only need torchrun."""
     return workload.layout.world > workload.layout.dp
 
 
@@ -91,7 +92,7 @@ def degrees(workload: Workload) -> dict[str, Any]:
 
 
 def _instances(workload: Workload) -> tuple[str, int]:
-    """The kind of instance, and how many: all devices of each are used."""
+    """The instance type, and how many: all devices of each are used."""
     kind = INSTANCES.get(workload.cluster.device.name, "ml.p5.48xlarge")
     return kind, -(-workload.layout.world // DEVICES)
 

@@ -1,4 +1,4 @@
-"""Code shared by exports: the result, machines and ranks, sizes in elements."""
+"""Code shared by exports: the result type, nodes and ranks, sizes in elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.facts.model.parameters import block_parameters, expert_parameters
 from shoal.plan.judge import asked_of
 from shoal.predict.workload import USUAL, Workload
 
-# The class of one transformer block in ``transformers``: what its FSDP wraps.
+# The transformer block's class in ``transformers``, which its FSDP wraps.
 BLOCKS: dict[Family, str] = {
     "llama": "LlamaDecoderLayer",
     "mistral": "MistralDecoderLayer",
@@ -37,30 +37,30 @@ class Exported:
     """What another stack needs for the same run."""
 
     files: dict[str, str]  # name and text
-    command: str  # starts it; where there are several nodes, on each of them
+    command: str  # starts the run; with several nodes, on each of them
     cannot: list[
         str
-    ]  # what the stack cannot say of the layout or the recipe, each with the nearest it can do
-    runs_as: Workload  # what the stack then runs, with its own constants: what is judged
+    ]  # what the stack cannot express of the layout or recipe, each with the nearest it can do
+    runs_as: Workload  # what the stack then runs, with its own constants: this is judged
     checked: str  # the version that the files were checked against
 
 
 def settled(stack: Stack, workload: Workload) -> tuple[Workload, list[str]]:
-    """What a stack runs in place of a workload, and what was changed of its layout."""
+    """The workload that a stack runs instead, and notes on the layout's changes."""
     layout, notes = nearest(stack.name, asked_of(workload))
     tune = workload.tune
-    if tune.bucket_mb == USUAL.bucket_mb:  # its own default is better there than ours
+    if tune.bucket_mb == USUAL.bucket_mb:  # its own default suits it better than ours
         tune = tune.model_copy(update={"bucket_mb": stack.bucket_mb})
     recipe = nearest_recipe(stack.name, workload.recipe)
     return replace(workload, layout=layout, recipe=recipe, stack=stack, tune=tune), notes
 
 
 class Code(str):
-    """A Python expression, written as it stands."""
+    """A Python expression, written verbatim."""
 
 
 def call(name: str, given: dict[str, Any], depth: int = 0) -> str:
-    """A call with a line for each of its keywords, where it is so deep in another."""
+    """A call with one keyword per line, indented to ``depth``."""
     indent = "    " * depth
     lines = [
         f"{indent}    {key}={value if isinstance(value, Code) else repr(value)},"
@@ -70,7 +70,7 @@ def call(name: str, given: dict[str, Any], depth: int = 0) -> str:
 
 
 def machines(workload: Workload) -> tuple[int, int]:
-    """Nodes, and ranks on each of them."""
+    """Nodes, and ranks per node."""
     world, cluster = workload.layout.world, workload.cluster
     if cluster.nodes == 1 or world <= cluster.devices_per_node:
         return 1, world
@@ -79,7 +79,7 @@ def machines(workload: Workload) -> tuple[int, int]:
 
 
 def torchrun(workload: Workload) -> str:
-    """The launcher that most stacks share, as far as the program's own name."""
+    """The launcher that most stacks share, up to the program's name."""
     nodes, per_node = machines(workload)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {per_node}"
@@ -88,18 +88,18 @@ def torchrun(workload: Workload) -> str:
 
 
 def sharding(workload: Workload) -> int:
-    """What data ranks shard: 0 nothing, else ``zero``."""
+    """What data ranks shard: 0 nothing, otherwise ``zero``."""
     return workload.layout.zero if workload.layout.shards > 1 else 0
 
 
 def bucket_elements(workload: Workload) -> int:
-    """Gradients that are summed at once, in elements of the precision they are summed in."""
+    """Gradient bucket size, in elements of the reduction precision."""
     size = 2 if workload.recipe.reduce == "bf16" else 4
     return max(1, int(workload.tune.bucket_mb * 2**20) // size)
 
 
 def unit_elements(workload: Workload) -> int:
-    """Parameters that one sharded group of blocks gathers on a rank; of a mixture, blocks with experts."""
+    """Parameters that one sharded group of blocks gathers on a rank; with experts, of blocks that have them."""
     model, layout = workload.model, workload.layout
     dense = sum(one.size // layout.tp for one in block_parameters(model, model.experts is not None))
     # Routed experts are spread over expert ranks, everything else over tensor ranks.
@@ -108,12 +108,12 @@ def unit_elements(workload: Workload) -> int:
 
 
 def offloads(workload: Workload) -> dict[str, Offload]:
-    """What waits off the device, by kind of state."""
+    """What is offloaded, by kind of state."""
     return {part.what: part for part in workload.layout.offload}
 
 
 def without_pipeline(workload: Workload) -> tuple[Workload, list[str]]:
-    """For stacks that have no pipeline: its ranks become data ranks that share the sharded copy."""
+    """For stacks without pipelines: pipeline ranks become data ranks that shard the same replica."""
     layout, recipe = workload.layout, workload.recipe
     if layout.pp == 1:
         return workload, []
@@ -125,6 +125,6 @@ def without_pipeline(workload: Workload) -> tuple[Workload, list[str]]:
     if batch != recipe.batch:
         notes.append(f"batch={recipe.batch} does not divide over those {share} data ranks; nearest: {batch}")
     nearest = layout.replace(pp=1, fsdp=fsdp, micro=micro)
-    # The length of the run was counted with the other batch; steps alone now say it.
+    # The run's tokens were counted with the other batch; keep only its steps.
     changed = recipe.model_copy(update={"batch": batch, "tokens": None})
     return replace(workload, layout=nearest, recipe=changed), notes

@@ -1,4 +1,4 @@
-"""torchtitan: a config in Python, which its ``ConfigManager`` loads by module and name, as 0.3.0 has it.
+"""Export to torchtitan: a config in Python, which its ``ConfigManager`` loads by module and name, as of 0.3.0.
 
 Versions up to 0.2 read TOML; ``shoal init --from`` still does.
 """
@@ -42,7 +42,7 @@ _FLAVORS = {
     ("qwen3_moe", 94, 4096, 64): ("qwen3", "235B-A22B"),
     ("deepseek_v3", 61, 7168, 128): ("deepseek_v3", "671B"),
 }
-_LLAMA3_VOCABULARY = 128256  # older Llamas share its shapes and not its vocabulary
+_LLAMA3_VOCABULARY = 128256  # older Llamas share its shapes but not its vocabulary
 
 
 def write(workload: Workload) -> Exported:
@@ -71,7 +71,7 @@ def _script(workload: Workload) -> str:
         "optimizer": Code(call("default_adamw", _optimizer(workload), depth=2)),
         "lr_scheduler": Code(call("LRSchedulersContainer.Config", _schedule(workload), depth=2)),
         "training": Code(call("TrainingConfig", _training(workload), depth=2)),
-        # In its place, your own.
+        # To replace with your own.
         "dataloader": Code('HuggingFaceTextDataLoader.Config(dataset="c4")'),
         "parallelism": Code(call("ParallelismConfig", _parallelism(workload), depth=2)),
         "activation_checkpoint": kinds[layout.recompute],
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 
 
 def compiles(workload: Workload) -> bool:
-    """It is priced compiled, so it is, unless that was switched off."""
+    """The plan was priced compiled, so the export compiles, unless that was disabled."""
     return workload.compile is not False
 
 
@@ -123,9 +123,9 @@ def _optimizer(workload: Workload) -> dict[str, Any]:
 
 def _training(workload: Workload) -> dict[str, Any]:
     layout, recipe = workload.layout, workload.recipe
-    # A pipeline gets all micro-batches of a step at once, and cuts them itself.
+    # A pipeline takes all micro-batches of a step at once and splits them itself.
     local = workload.micro * workload.accumulation if layout.pp > 1 else workload.micro
-    # Graphs cannot hold a pipeline, nor what waits for the host: tokens sent to experts, states on their way.
+    # CUDA graphs support neither pipelines nor anything that waits for the host: expert dispatch, offloaded states.
     by_hand = layout.pp > 1 or layout.ep > 1 or bool(layout.offload)
     return {
         **({"disable_cuda_graphs": True} if by_hand else {}),
@@ -157,7 +157,7 @@ def _parallelism(workload: Workload) -> dict[str, Any]:
     given: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp,
         "data_parallel_shard_degree": layout.fsdp,
-        # Under a pipeline the default keeps parameters gathered for all micro-batches, as Shoal does.
+        # With a pipeline, the default keeps parameters gathered for all micro-batches, as Shoal does.
         "fsdp_reshard_after_forward": "default" if layout.zero == 3 else "never",
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,
@@ -174,7 +174,7 @@ def _parallelism(workload: Workload) -> dict[str, Any]:
 
 
 def _stages(workload: Workload) -> list[list[str]]:
-    """The same cut as Shoal's, in torchtitan's names of modules."""
+    """Shoal's stages, in torchtitan's module names."""
     layout = workload.layout
     return [
         [
@@ -187,14 +187,14 @@ def _stages(workload: Workload) -> list[list[str]]:
 
 
 def flavor_of(model: Model) -> tuple[str, str] | None:
-    """What it calls a model of this shape; None where it has none."""
+    """Its name for a model of this shape; None if it has none."""
     if model.family == "llama" and model.vocab != _LLAMA3_VOCABULARY:
         return None
     return _FLAVORS.get((model.family, model.layers, model.hidden, model.heads))
 
 
 def _known_flavor(model: Model) -> tuple[str, str]:
-    """Another model's would train another model."""
+    """Raises for unknown shapes, since another flavor would train another model."""
     found = flavor_of(model)
     if found is None:
         names = ", ".join(f"{family} {flavor}" for family, flavor in _FLAVORS.values())

@@ -9,7 +9,7 @@ from shoal.predict.workload import Workload
 
 
 def arguments(workload: Workload) -> dict[str, object]:
-    """The recipe and the batch of one rank, under the Trainer's names."""
+    """The recipe and one rank's batch, under the Trainer's names."""
     recipe = workload.recipe
     given: dict[str, object] = {
         "per_device_train_batch_size": workload.micro,
@@ -53,7 +53,7 @@ def _schedule(workload: Workload) -> dict[str, object]:
 
 
 def cannot(workload: Workload) -> Iterator[str]:
-    """What the Trainer's arguments have no word for."""
+    """Settings that the Trainer's arguments cannot express."""
     recipe = workload.recipe
     if recipe.schedule == "linear" and recipe.lr_min:
         yield f"lr_min={recipe.lr_min}: the Trainer's linear schedule ends at 0; nearest: that"

@@ -30,9 +30,9 @@ class Imported:
 
 
 def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> Imported:
-    """What a file says, in Shoal's words. ``FILE.py:NAME`` is one dictionary of several in a Python file.
+    """A file's settings as a Shoal config. ``FILE.py:NAME`` selects one of several dictionaries in a Python file.
 
-    ``gpus`` or the cluster ``on`` say how many ranks there are, where the file does not.
+    ``gpus`` or the cluster ``on`` give the number of ranks, if the file does not.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"--gpus {gpus}: must be 1 or more", "--gpus 8")
@@ -47,7 +47,7 @@ def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> 
     try:
         imported = _read(reading, source, file, world)
     except BadInput:
-        # What follows from a value that could not be read says nothing.
+        # Errors that follow from an unreadable value are meaningless.
         if not reading.problems:
             raise
     if reading.problems:
@@ -63,7 +63,7 @@ def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> 
 
 
 def _read(reading: Reading, source: ForeignSource, path: Path, world: int | None) -> Imported:
-    """By whichever stack the settings are."""
+    """Dispatch on the stack that the settings belong to."""
     world = world or (source.line.ranks if source.line else None)
     if source.kind == "megatron":
         return _with_shape(megatron.read(reading, world))
@@ -86,7 +86,7 @@ def _with_shape(found: tuple[dict[str, Any], Model | None]) -> Imported:
 
 
 def _switched(values: dict[str, Any]) -> dict[str, Any]:
-    """A word after an option that takes none is not its value: a variable that the script does not set."""
+    """A word after an option without a value is an unset shell variable, not its value."""
     return {key: True if key in megatron.SWITCHES else value for key, value in values.items()}
 
 
@@ -95,7 +95,7 @@ def _beside(reading: Reading, path: Path, name: str) -> Reading:
 
 
 def _estimator(source: ForeignSource) -> dict[str, Any]:
-    """Instances and hyperparameters: keywords of the call that is given the distribution, or names of the file."""
+    """Instances and hyperparameters: keywords of the call that receives the distribution, or names in the file."""
     script = source.script
     if script is None:
         return {}
@@ -108,7 +108,7 @@ def _estimator(source: ForeignSource) -> dict[str, Any]:
 
 
 def _launched(reading: Reading, line: LaunchLine, kind: str, path: Path, world: int | None) -> dict[str, Any]:
-    """A command line of ``accelerate launch`` or ``deepspeed``: the file that it names, and the script's arguments."""
+    """A command line of ``accelerate launch`` or ``deepspeed``: the file it names, and the script's arguments."""
     options = dict(line.options)
     reading.skip(*(key.replace("_", "-") for key in options))
     name = options.pop("deepspeed_config", None) or options.pop("deepspeed", None)

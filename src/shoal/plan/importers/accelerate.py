@@ -1,4 +1,4 @@
-"""Import what ``accelerate config`` writes."""
+"""Import the config file that ``accelerate config`` writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.plan.importers.ranks import BatchShare, find_share, written_layout
 from shoal.plan.importers.reading import Reading
 from shoal.plan.importers.trainer import TrainerArguments
 
-# Names and, from older versions, numbers of FSDP1's strategies: what is shared, and whether within a node alone.
+# Names and, from older versions, numbers of FSDP1's strategies: what is sharded, and whether only within a node.
 _STRATEGIES = {
     "FULL_SHARD": (3, False),
     "1": (3, False),
@@ -25,7 +25,7 @@ _STRATEGIES = {
     "5": (2, True),
 }
 _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "TP")
-# Where processes meet and what a process runs: Shoal's launcher and loop have their own.
+# Rendezvous and process settings, for which Shoal's launcher and loop have their own.
 _LAUNCHING = (
     "compute_environment",
     "machine_rank",
@@ -47,7 +47,7 @@ def read(
 ) -> dict[str, Any]:
     """The tables of a config. ``beside`` reads a file that this one names, such as a DeepSpeed JSON.
 
-    ``script`` is what the program is started with: the recipe is not in this file.
+    ``script``: the program's arguments, since this file does not contain the recipe.
     """
     kind = reading.word("distributed_type") or "NO"
     nodes = reading.count("num_machines") or 1
@@ -84,13 +84,13 @@ def _precision(reading: Reading, script: TrainerArguments | None) -> dict[str, A
 def _own(
     reading: Reading, world: int | None, nodes: int, sharded: bool, script: TrainerArguments | None
 ) -> dict[str, Any]:
-    """DDP, or FSDP of either version, beside whatever ``parallelism_config`` asks for."""
+    """DDP, or FSDP of either version, plus what ``parallelism_config`` asks for."""
     tp, cp, sp = (_size(reading, axis) for axis in ("tp", "cp", "sp"))
     reading.word("parallelism_config.parallelism_config_cp_comm_strategy")
     share = _share(reading, world, tp * cp * sp, script)
     zero, hybrid = _strategy(reading) if sharded else (0, False)
     replicas = _size(reading, "dp_replicate")
-    _size(reading, "dp_shard")  # what the others leave
+    _size(reading, "dp_shard")  # determined by the others
     if not zero:
         replicas = share.ranks
     elif hybrid and share.ranks % nodes == 0:
@@ -113,7 +113,7 @@ def _own(
 
 
 def _share(reading: Reading, world: int | None, inner: int, script: TrainerArguments | None) -> BatchShare:
-    """These files do not hold a batch: it is an argument of the script. Accumulation they may."""
+    """These files hold no batch, which is an argument of the script. They may hold accumulation."""
     if world is None:
         raise BadInput(f"{reading.source}: num_processes is missing", "--gpus 8, or --on 8xH100")
     accumulation = reading.count("gradient_accumulation_steps")
@@ -128,7 +128,7 @@ def _size(reading: Reading, axis: str) -> int:
 
 
 def _strategy(reading: Reading) -> tuple[int, bool]:
-    """What FSDP shards, as ``zero``, and whether each node has a copy of its own."""
+    """What FSDP shards, as ``zero``, and whether each node has its own replica."""
     reshard = reading.word("fsdp_config.fsdp_reshard_after_forward")
     strategy = reading.word("fsdp_config.fsdp_sharding_strategy")
     for word in (strategy, reshard):
@@ -146,11 +146,11 @@ def _kept(reading: Reading) -> dict[str, Any]:
         kept["offload"] = ({"what": "optimizer"}, {"what": "params"})
     if reading.switch("fsdp_config.fsdp_activation_checkpointing"):
         kept["recompute"] = "full"
-    # One block is one group, which is what wrapping by the block's class says.
+    # One block per group, which is what wrapping by the block's class means.
     if reading.word("fsdp_config.fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
         reading.word("fsdp_config.fsdp_transformer_layer_cls_to_wrap")
     for key in ("state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params"):
-        reading.word(f"fsdp_config.fsdp_{key}")  # checkpoints and first weights are Shoal's own
+        reading.word(f"fsdp_config.fsdp_{key}")  # Shoal has its own checkpoints and initialisation
     return kept
 
 
@@ -160,7 +160,7 @@ def _through_deepspeed(
     beside: Callable[[str], Reading],
     script: TrainerArguments | None,
 ) -> dict[str, Any]:
-    """Its DeepSpeed plugin: a JSON file of its own, or the few fields it repeats here."""
+    """Its DeepSpeed plugin: a JSON file of its own, or the few fields repeated here."""
     inside = "deepspeed_config"
     reading.word(f"{inside}.deepspeed_multinode_launcher")
     reading.switch(f"{inside}.zero3_init_flag")
@@ -170,7 +170,7 @@ def _through_deepspeed(
         tables = deepspeed.read(file, world, script)
         reading.notes += [f"{name}: {note}" for note in (*file.notes, *file.left())]
         for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-            _size(reading, axis)  # said there too
+            _size(reading, axis)  # given there too
         for key in ("cp_backend", "sp_backend", "sp_attn_implementation"):
             reading.word(f"parallelism_config.parallelism_config_{key}")
         length = reading.count("parallelism_config.parallelism_config_sp_seq_length")

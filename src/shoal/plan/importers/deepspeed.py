@@ -9,17 +9,17 @@ from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
 from shoal.plan.importers.trainer import TrainerArguments
 
-# What Shoal always does, so that saying it loses nothing.
+# What Shoal always does, so dropping these loses nothing.
 _ALWAYS = ("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions")
-# Of its Adam family: Adam is AdamW there, unless adam_w_mode is false.
+# DeepSpeed's Adam family: its Adam is AdamW, unless adam_w_mode is false.
 _ADAMS = {"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def read(reading: Reading, world: int | None, script: TrainerArguments | None = None) -> dict[str, Any]:
-    """The tables of a config. ``world`` is the number of ranks, where it is known from elsewhere.
+    """The tables of a config. ``world``: the number of ranks, if known from elsewhere.
 
-    ``script`` is what it is started with: that fills in each "auto", and what the file does not hold.
+    ``script``: its command line, which fills in each "auto" and what the file does not hold.
     """
     if script is not None:
         reading.fill(_autos(script))
@@ -43,7 +43,7 @@ def read(reading: Reading, world: int | None, script: TrainerArguments | None = 
     recipe["batch"] = share.batch
     degrees: dict[str, Any] = {"tp": tp, "cp": cp, "micro": share.micro}
     if tp > 1:
-        degrees["sp"] = False  # AutoTP keeps activations whole
+        degrees["sp"] = False  # AutoTP does not split activations
     if cp > 1:
         degrees["cp_kind"] = "ulysses"
     if reading.switch("expert_parallel.enabled"):
@@ -60,7 +60,7 @@ def _or(value: int | None, other: int | None) -> int | None:
 
 
 def _autos(script: TrainerArguments) -> dict[str, Any]:
-    """What Hugging Face's Trainer puts in place of "auto"."""
+    """The values that Hugging Face's Trainer substitutes for "auto"."""
     recipe = script.recipe
     optimizer = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
     filled = {f"optimizer.params.{theirs}": recipe.get(ours) for theirs, ours in optimizer.items()}
@@ -90,7 +90,7 @@ def _precision(reading: Reading) -> dict[str, Any]:
     if reading.switch("bf16.bf16_master_weights_and_grads"):
         recipe["states"] = "bf16"
         reading.switch("bf16.bf16_optimizer_states")
-    # Shoal scales the loss of fp16 in its own way, so these need no counterpart.
+    # Shoal has its own fp16 loss scaling, so these need no counterpart.
     for key in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
         reading.number(f"fp16.{key}")
     reduce = reading.word("communication_data_type") or precision
@@ -102,7 +102,7 @@ def _precision(reading: Reading) -> dict[str, Any]:
 
 def _optimizer(reading: Reading, said: dict[str, Any]) -> dict[str, Any]:
     name = reading.word("optimizer.type")
-    reading.switch("zero_allow_untested_optimizer")  # all of Shoal's are tested
+    reading.switch("zero_allow_untested_optimizer")  # Shoal's are all tested
     if name is None:
         if not said:
             reading.note("no optimizer: there the script makes it; here Shoal's defaults hold")
@@ -125,7 +125,7 @@ def _optimizer(reading: Reading, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(recipe: dict[str, Any], key: str, value: float | None) -> None:
-    """A value that is known; where the script decides, Shoal's default stays."""
+    """Set a known value; for one that the script decides, Shoal's default stays."""
     if value is not None:
         recipe[key] = float(value)
 
@@ -133,7 +133,7 @@ def _put(recipe: dict[str, Any], key: str, value: float | None) -> None:
 def _schedule(reading: Reading, recipe: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     name, inside = reading.word("scheduler.type"), "scheduler.params"
     if name is None and said:
-        return {}  # the script's own
+        return {}  # set by the script
     if name not in _SCHEDULES:
         what = "no scheduler" if name is None else f"scheduler {name}: no counterpart"
         reading.note(f"{what}; nearest: the learning rate stays what it is")
@@ -183,7 +183,7 @@ def _zero(reading: Reading, ranks: int) -> dict[str, Any]:
 
 
 def _kept(reading: Reading) -> dict[str, Any]:
-    """Recomputing and offloading."""
+    """Recomputation and offload."""
     offload: list[dict[str, Any]] = []
     for section, what in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
         inside = f"zero_optimization.{section}"
@@ -212,7 +212,7 @@ def _tune(reading: Reading, recipe: dict[str, Any]) -> dict[str, Any]:
     bucket = reading.count("zero_optimization.reduce_bucket_size")
     if bucket:
         tune["bucket_mb"] = bucket * REDUCE_BYTES[recipe["reduce"]] / 2**20
-    reading.count("zero_optimization.allgather_bucket_size")  # Shoal's buckets are the same both ways
+    reading.count("zero_optimization.allgather_bucket_size")  # Shoal's are the same both ways
     ahead = reading.count("zero_optimization.stage3_prefetch_bucket_size")
     if ahead is not None:
         # Shoal counts groups, and the file does not say how large one is.

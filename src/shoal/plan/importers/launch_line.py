@@ -1,4 +1,4 @@
-"""A command line that starts training: who launches it, on how many ranks, which program, with which options."""
+"""Parse the command line that starts training: launcher, number of ranks, program, options."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NUMBER = re.compile(r"-\.?[0-9]")
 
 @dataclass(frozen=True)
 class LaunchLine:
-    launcher: str  # torchrun, accelerate, deepspeed, …; empty where the file holds options alone
+    launcher: str  # torchrun, accelerate, deepspeed, …; empty if the file holds only options
     before: dict[str, Any]  # the launcher's own options, with dashes
-    options: dict[str, Any]  # the program's, as they are written
-    twice: tuple[str, ...]  # of these, those given twice with two values: the last one holds
-    ranks: int | None  # where the line says it
+    options: dict[str, Any]  # the program's options, as written
+    twice: tuple[str, ...]  # options given twice with different values; the last one applies
+    ranks: int | None  # if the line says it
 
 
 def launch_lines(script: ShellScript) -> list[LaunchLine]:
-    """Every command that starts a Python program with options; or, of a file of options alone, those."""
+    """Every command that starts a Python program with options; for a file with only options, those."""
     found = []
     for words in script.commands:
         place = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
         if place is None and "-m" in words[:-1]:
-            # python -m torchtitan.train; a launcher's own -m has a program after it.
+            # python -m torchtitan.train; after a launcher's own -m comes a program.
             place = words.index("-m") + 1
         if place is not None and any(word.startswith("--") for word in words):
             found.append(_line(words[:place], words[place + 1 :], script.batch))
@@ -50,7 +50,7 @@ def _line(before: list[str], after: list[str], batch: dict[str, str]) -> LaunchL
 
 
 def options_of(words: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``{"num-layers": "32", "bf16": True, …}``, and which were given two values."""
+    """``{"num-layers": "32", "bf16": True, …}``, and the options given two values."""
     found: dict[str, Any] = {}
     twice: list[str] = []
     name = ""
@@ -79,7 +79,7 @@ def options_of(words: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _ranks(words: list[str], options: dict[str, Any], batch: dict[str, str]) -> int | None:
-    """As torchrun, deepspeed, mpirun or Slurm is told."""
+    """The number of ranks passed to torchrun, deepspeed, mpirun or Slurm."""
     if "num-processes" in options:
         return _count(options["num-processes"])
     for flag in ("-np", "-n"):

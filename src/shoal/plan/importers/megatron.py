@@ -1,4 +1,4 @@
-"""Import Megatron-LM's options, from a script or a plain list: ``plan/export/megatron.py`` the other way round."""
+"""Import Megatron-LM's options from a script or a plain list: the reverse of ``plan/export/megatron.py``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
 
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-# One of these, and options are Megatron's.
+# Any of these identifies Megatron's options.
 SIGNS = {
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
     "micro-batch-size",
     "num-attention-heads",
 }
-# Options without a value: a word after one is none of theirs.
+# Options without a value: a following word does not belong to them.
 SWITCHES = megatron_model.SWITCHES | {
     *(
         "sequence-parallel",
@@ -40,7 +40,7 @@ SWITCHES = megatron_model.SWITCHES | {
     *("tp-comm-overlap", "cross-entropy-loss-fusion"),
     *("use-mcore-models", "no-save-optim", "no-load-optim", "no-load-rng", "log-throughput", "fp8-hybrid"),
 }
-# What Shoal does anyway, or in its own way: kernels, logs, where checkpoints and data lie.
+# What Shoal always does, or does its own way: kernels, logs, locations of checkpoints and data.
 _OWN_WAY = (
     *("tp-comm-overlap", "cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
     *(
@@ -92,12 +92,12 @@ _OWN_WAY = (
 )
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses"}
 _DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-_MOST_STAGES = 64  # of a growing batch
-_LONGEST = 1 << 16  # of a pipeline's stages, written out: brackets in brackets could be without end
+_MOST_STAGES = 64  # stages of a batch ramp
+_LONGEST = 1 << 16  # characters of an expanded pipeline layout: nested brackets could expand without end
 
 
 def read(reading: Reading, world: int | None) -> tuple[dict[str, Any], Model | None]:
-    """The tables of a config, and the model where no preset has its shape."""
+    """The tables of a config, and the model if no preset has its shape."""
     said = megatron_model.shape(reading)
     degrees = _degrees(reading, said)
     micro, batch = reading.count("micro-batch-size"), reading.count("global-batch-size")
@@ -145,7 +145,7 @@ def _degrees(reading: Reading, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(reading: Reading, pp: int, layers: int) -> int:
-    """Stages on one rank of the pipeline, in any of the three ways to say it."""
+    """Chunks per pipeline rank, in any of the three notations."""
     stages = reading.word("pipeline-model-parallel-layout")
     each = reading.count("num-layers-per-virtual-pipeline-stage")
     count = reading.count("num-virtual-stages-per-pipeline-rank") or 1
@@ -161,7 +161,7 @@ def _chunks(reading: Reading, pp: int, layers: int) -> int:
 
 
 def _sharding(reading: Reading, ranks: int, cp: int) -> dict[str, Any]:
-    """What data ranks share; several instances of it are replicas."""
+    """What data ranks shard; several optimizer instances are replicas."""
     zero = 1 if reading.flag("use-distributed-optimizer") else 0
     strategy = reading.word("data-parallel-sharding-strategy")
     if reading.flag("use-megatron-fsdp"):
@@ -183,7 +183,7 @@ def _sharding(reading: Reading, ranks: int, cp: int) -> dict[str, Any]:
 
 
 def _kept(reading: Reading, layers: int) -> dict[str, Any]:
-    """Recomputing and offloading."""
+    """Recomputation and offload."""
     kept: dict[str, Any] = {}
     granularity = reading.word("recompute-granularity")
     if reading.flag("recompute-activations"):
@@ -282,7 +282,7 @@ def _schedule(reading: Reading, lr: float | None, batch: int) -> dict[str, Any]:
 
 
 def _ramp(reading: Reading, batch: int) -> dict[str, Any]:
-    """``--rampup-batch-size START STEP SAMPLES``: equal shares of the samples for each size."""
+    """``--rampup-batch-size START STEP SAMPLES``: an equal share of the samples at each size."""
     written = reading.numbers("rampup-batch-size")
     if written is None:
         return {}

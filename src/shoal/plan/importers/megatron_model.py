@@ -1,4 +1,4 @@
-"""The shape of a network in Megatron's options: ``plan/export/megatron_model.py`` the other way round."""
+"""Import a network's shape from Megatron's options: the reverse of ``plan/export/megatron_model.py``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from shoal.facts.model import MOST_LAYERS
 from shoal.plan.importers.reading import Reading
 
-# What a tokenizer is known to have without its files.
+# Vocabulary sizes of tokenizers known without their files.
 _VOCABULARIES = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000}
-# Positions before they were stretched.
+# Position limits before RoPE scaling.
 _ORIGINAL, _LLAMA3_POSITIONS, _LATENT_POSITIONS = "original-max-position-embeddings", 8192, 4096
-_NONE = ("experts", "latent", "rope_scaling", "window")  # without a word on them there are none
+_NONE = ("experts", "latent", "rope_scaling", "window")  # absent unless given
 SWITCHES = {
     *("group-query-attention", "swiglu", "no-bias-gelu-fusion", "disable-bias-linear", "add-qkv-bias"),
     *("untie-embeddings-and-output-weights", "qk-layernorm", "multi-latent-attention", "use-rope-scaling"),
@@ -22,7 +22,7 @@ SWITCHES = {
 
 
 def shape(reading: Reading) -> dict[str, Any]:
-    """Fields of a model; empty where the options describe none."""
+    """Fields of a model; empty if the options describe none."""
     layers, hidden = reading.count("num-layers"), reading.count("hidden-size")
     heads = reading.count("num-attention-heads")
     if not (layers and hidden and heads):
@@ -164,7 +164,7 @@ def _vocabulary(reading: Reading) -> dict[str, Any]:
 
 
 def _pattern(text: str | None, layers: int) -> list[int] | None:
-    """One number a layer: ``[0,1,1]``, ``([0]*3+[1]*58)``, or ``2``, which is every second layer."""
+    """One number per layer: ``[0,1,1]``, ``([0]*3+[1]*58)``, or ``2``, which means every second layer."""
     if text is None or not text.strip():
         return None
     try:
@@ -172,7 +172,7 @@ def _pattern(text: str | None, layers: int) -> list[int] | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     if isinstance(found, int):
-        # More layers than any model may have are refused later.
+        # More layers than any model may have are rejected later.
         return [int(layer % found == 0) for layer in range(min(layers, MOST_LAYERS))] if found > 0 else None
     return found[:layers]
 

@@ -1,7 +1,7 @@
-"""Import a script of NeMo 2 or of Megatron-Bridge, from its calls and assignments.
+"""Import a NeMo 2 or Megatron-Bridge script, from its calls and assignments.
 
-``plan/export/nemo.py`` and ``plan/export/bridge.py`` are the other way round. Both run on Megatron's core and have its
-words with underscores, so that what they say is read as Megatron's options.
+The reverse of ``plan/export/nemo.py`` and ``plan/export/bridge.py``. Both run on Megatron's core and use its names
+with underscores, so their settings are read as Megatron's options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETTINGS = (
     *("TrainingConfig", "SchedulerConfig", "RNGConfig", "MixedPrecisionConfig", "ModelProvider"),
 )
 _SHAPE = re.compile(r"(GPT|Llama|Mistral|Mixtral|Qwen|DeepSeek|Nemotron|Gemma|Phi|Starcoder)\w*Config\w*")
-# NeMo's words for Megatron's, where they differ by more than underscores.
+# NeMo's names for Megatron's options, where they differ by more than underscores.
 _NAMES = {
     "layernorm_epsilon": "norm-epsilon",
     "num_moe_experts": "num-experts",
@@ -109,7 +109,7 @@ def is_nemo(script: Script) -> bool:
 def read(
     script: Script, source: str, world: int | None, outer: Reading
 ) -> tuple[dict[str, Any], Model | None]:
-    """The tables of a config, and the model where no preset has its shape."""
+    """The tables of a config, and the model if no preset has its shape."""
     said = _said(script)
     options, spelled = _options(said)
     for call in script.calls:
@@ -119,7 +119,7 @@ def read(
     reading = Reading(options, source, outer.problems, spell=lambda key: spelled.get(key, key))
     tables, shape = megatron.read(reading, world or _ranks({**script.values, **said}))
     if "model" not in tables and (preset := _preset(script)) is not None:
-        # A class of this name has a shape of its own, which the keywords change.
+        # A class of this name has its own shape, which the keywords change.
         tables["model"], shape = {"preset": preset}, None
         reading.notes = [note for note in reading.notes if not note.startswith("the model (")]
     outer.notes += [*reading.notes, *reading.left()]
@@ -127,7 +127,7 @@ def read(
 
 
 def _said(script: Script) -> dict[str, Any]:
-    """Every keyword of a call that holds settings; what is assigned to an attribute comes later and wins."""
+    """Every keyword of a call that holds settings; attribute assignments come later and win."""
     said: dict[str, Any] = {}
     for call in script.calls:
         if call.name.endswith(_SETTINGS) or _SHAPE.fullmatch(call.name) or call.name.endswith("_recipe"):
@@ -137,7 +137,7 @@ def _said(script: Script) -> dict[str, Any]:
 
 
 def _options(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """As Megatron's options, and how the file writes each."""
+    """The settings as Megatron's options, and how the file spells each."""
     options: dict[str, Any] = {}
     spelled: dict[str, str] = {}
 
@@ -177,7 +177,7 @@ def _precision(said: dict[str, Any], put: Any) -> None:
         put("grad-reduce-in-bf16", True, "grad_reduce_in_fp32")
 
 
-# Keywords that say it the other way round, or in another form: Megatron's option, and its value from theirs.
+# Inverted or transformed keywords: Megatron's option, and the conversion of the value.
 _SPECIAL: dict[str, tuple[str, Any]] = {
     "share_embeddings_and_output_weights": (
         "untie-embeddings-and-output-weights",
@@ -205,7 +205,9 @@ def _ranks(said: dict[str, Any]) -> int | None:
 
 
 def _preset(script: Script) -> str | None:
-    """By the name of a recipe (``llm.llama3_8b``) or of a config (``Llama3Config8B``): each has a shape of its own."""
+    """The preset, from the name of a recipe (``llm.llama3_8b``) or config (``Llama3Config8B``): each has its own
+    shape.
+    """
     words = [part for call in script.calls for part in call.path.split(".")]
     words += [part for path in script.attributes for part in path.split(".")]
     plain = {_letters(name): name for name in PRESETS}
@@ -215,5 +217,5 @@ def _preset(script: Script) -> str | None:
 
 
 def _letters(word: str) -> str:
-    """``llama3-8b``, ``llama3_8b`` and ``Llama38B`` are one."""
+    """Normalise so that ``llama3-8b``, ``llama3_8b`` and ``Llama38B`` are equal."""
     return re.sub(r"[^a-z0-9]", "", word.lower())

@@ -1,7 +1,7 @@
-"""Settings in a Python file, read from its syntax tree: nothing of it is imported or executed.
+"""Settings in a Python file, read from its syntax tree: nothing is imported or executed.
 
-Values are literals, arithmetic on them, and names that were assigned such; everything else stays ``Unknown``. All
-scopes are read as one, from top to bottom, which is how the scripts that hold settings are written.
+Values are literals, arithmetic on them, and names assigned to such; everything else is ``Unknown``. All scopes are
+read as one, from top to bottom, which matches how settings scripts are written.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-_LARGEST = 10**18  # of what arithmetic may come to
+_LARGEST = 10**18  # the largest result of arithmetic
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is called, by the last part of its name, and its keywords; the class that ``run.Config`` is given counts."""
+    """A call: the last part of the callee's name, and its keywords; for ``run.Config``, the class passed to it."""
 
     name: str
-    path: str  # all of its name, with dots
+    path: str  # the full dotted name
     keywords: dict[str, Any]
-    arguments: tuple[Any, ...] = ()  # those without a keyword
+    arguments: tuple[Any, ...] = ()  # positional
 
 
 @dataclass
 class Script:
-    """What a Python file says: values by name, calls, and what was assigned to attributes."""
+    """The contents of a Python file: values by name, calls, and attribute assignments."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    dictionaries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name they were given
+    dictionaries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name assigned to
     calls: list[Call] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)  # by dotted name
-    imports: dict[str, str] = field(default_factory=dict)  # the module that a name comes from
+    imports: dict[str, str] = field(default_factory=dict)  # the module that each name comes from
 
 
 def read_python(text: str) -> Script:
-    """``ValueError`` in one line where it is no Python."""
+    """Raises ``ValueError`` with one line if it is not Python."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # a literal that is odd, and legal
+        with warnings.catch_warnings(action="ignore"):  # an odd but legal literal
             tree = ast.parse(text)
         reader = _Reader()
         reader.visit(tree)
@@ -84,7 +84,7 @@ class _Reader(ast.NodeVisitor):
         keywords = {str(word.arg): self.value(word.value) for word in named}
         first = _dotted(node.args[0]) if node.args else None
         if first and path.rpartition(".")[2] in ("Config", "Partial"):
-            path = first  # run.Config(nl.MegatronStrategy, …) is a call that is made later
+            path = first  # run.Config(nl.MegatronStrategy, …) is a deferred call
         plain = tuple(self.value(argument) for argument in node.args)
         self.script.calls.append(Call(path.rpartition(".")[2], path, keywords, plain))
         for name, value in keywords.items():
@@ -106,7 +106,7 @@ class _Reader(ast.NodeVisitor):
                 table[key] = value
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression stands for, without asking anything to run."""
+        """The value of an expression, without executing anything."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -114,7 +114,7 @@ class _Reader(ast.NodeVisitor):
         return Unknown(_text(node)) if found is None else found
 
     def inner(self, node: ast.expr) -> Any:
-        """Of an expression that is not a literal as a whole; None where it cannot be known."""
+        """The value of an expression that is not a literal as a whole; None if unknown."""
         if isinstance(node, ast.Name):
             return self.script.values.get(node.id)
         if isinstance(node, ast.Dict):

@@ -17,7 +17,7 @@ from shoal.plan.importers.reading import Reading
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The data ranks of a layout, and how they share the batch."""
+    """The data ranks of a layout, and how they divide the batch."""
 
     ranks: int
     batch: int
@@ -32,7 +32,7 @@ def find_share(
     micro: int | None,
     accumulation: int | None,
 ) -> BatchShare:
-    """The data ranks, from the world or else from the batch; and the batch, as given or put together."""
+    """The data ranks, from the world size or else from the batch; and the batch, as given or computed."""
     if world is None:
         if not (batch and micro and accumulation):
             raise BadInput(
@@ -72,7 +72,7 @@ def _exact(reading: Reading, total: int, part: int, what: str) -> int:
 
 
 def written_layout(reading: Reading, **fields: Any) -> str:
-    """These fields as a layout is written, or everything that no layout can have."""
+    """These fields written as a layout, with every illegal value reported."""
     try:
         return str(Layout(**fields))
     except ValidationError as error:

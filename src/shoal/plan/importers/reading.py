@@ -1,4 +1,4 @@
-"""Read each value of an imported file once; whatever is left has no counterpart."""
+"""Read each value of an imported file once; whatever remains has no counterpart."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from shoal.facts.config.check import shorten
 from shoal.facts.problem import Problem
 
-# Values that say nothing: a table left empty, a switch left off, a count of 0.
+# Values that say nothing: an empty table, a switch that is off, a count of 0.
 _SILENT: tuple[object, ...] = (None, {}, [], "", False, "no", "none")
 _LARGEST = 10**18
 
 
 class Unknown(str):
-    """What stands in a file in place of a value: an expression or a variable. Nothing is executed to find out more."""
+    """An expression or a variable in place of a value. Nothing is executed to find out more."""
 
 
 class Reading:
-    """Values by dotted key, such as ``zero_optimization.stage``; notes on what they became; what is wrong with them.
+    """Values by dotted key, such as ``zero_optimization.stage``; notes on their conversion; and problems with them.
 
-    A value that is not there, or is "auto" and so the script's to decide, reads as None; ``absent`` is what it means
-    to leave a key out. ``spell`` is how the file writes a key.
+    A missing value, or "auto", which leaves it to the script, reads as None; ``absent`` is the default of a missing
+    key. ``spell`` is how the file writes a key.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Reading:
         self._values = dict(_flat(values))
 
     def fill(self, values: dict[str, Any]) -> None:
-        """Put values in the place of each "auto"; None leaves it as it is."""
+        """Substitute values for each "auto"; None leaves it as is."""
         for key, value in values.items():
             if self._values.get(key) == "auto" and value is not None:
                 self._values[key] = value
@@ -67,7 +67,7 @@ class Reading:
         return int(value)
 
     def degree(self, key: str) -> int:
-        """How many ranks share a part of the work; 1 where nothing is said. A layout is never guessed."""
+        """A parallel degree; 1 if not given. A layout is never guessed."""
         value = self._values.get(key)
         if isinstance(value, Unknown) or value == "auto":
             self._refuse(key, self._values.pop(key), "a number: the layout depends on it")
@@ -105,7 +105,7 @@ class Reading:
         return None if value is None else _listed(value)
 
     def numbers(self, key: str) -> list[float] | None:
-        """A list of them, or one alone."""
+        """A list of numbers, or a single one."""
         value = self._take(key)
         if value is None:
             return None
@@ -119,7 +119,7 @@ class Reading:
         self.notes.append(text)
 
     def left(self) -> list[str]:
-        """A note for everything that was never taken."""
+        """A note for every value that was never read."""
         return [
             f"{self.spell(key)}{_shown(value)}: no counterpart, left out"
             for key, value in self._values.items()
@@ -127,11 +127,11 @@ class Reading:
         ]
 
     def drop(self, key: str) -> bool:
-        """Whether it was given, whatever it is."""
+        """Whether it was given, whatever its value."""
         return self._values.pop(key, None) is not None
 
     def skip(self, *keys: str) -> None:
-        """What Shoal does in its own way, so that nothing is lost with it."""
+        """Mark keys that Shoal handles its own way, so that nothing is lost with them."""
         for key in keys:
             self._values.pop(key, None)
 
@@ -157,7 +157,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _shown(value: object) -> str:
-    """As a note shows it."""
+    """The value as shown in a note."""
     return f" = {shorten(value if isinstance(value, Unknown) else repr(value))}"
 
 
@@ -170,7 +170,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _is_number(value: object) -> bool:
-    """A number that a setting can have: neither true or false, nor infinite, nor beyond every size."""
+    """Whether it is a usable number: not a boolean, not infinite, not absurdly large."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 

@@ -1,6 +1,6 @@
 """Import a SageMaker job: SDK 3's ``Torchrun`` and ``SMP``, or the ``distribution`` dictionary of SDK 2's estimator.
 
-``plan/export/sagemaker.py`` is the other way round; what has SMP v1's names, SMDDP's or MPI's is read as well.
+The reverse of ``plan/export/sagemaker.py``; names of SMP v1, SMDDP and MPI are read as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.plan.importers.python_file import Script
 from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
 
-# Devices of instances that a plan is never exported to, and people still have.
+# Device counts of older instances that are still in use but never exported to.
 _OLDER = {"ml.p3.2xlarge": 1, "ml.p3.8xlarge": 4, "ml.p3.16xlarge": 8, "ml.p3dn.24xlarge": 8}
 _SMP = "smdistributed.modelparallel"
 _INSIDE = f"{_SMP}.parameters"
@@ -37,7 +37,7 @@ _OWN_WAY = (
 
 
 def distribution(script: Script) -> dict[str, Any] | None:
-    """What a file for SDK 3 says, in the form of SDK 2's dictionary; None where it is no such file."""
+    """An SDK 3 file in the form of SDK 2's dictionary; None if it is not one."""
     calls = {
         call.name: call.keywords for call in script.calls if call.name in ("ModelTrainer", "Torchrun", "SMP")
     }
@@ -50,7 +50,7 @@ def distribution(script: Script) -> dict[str, Any] | None:
 
 
 def read(reading: Reading, world: int | None, estimator: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a config. ``estimator`` holds instances and hyperparameters, where the file has them."""
+    """The tables of a config. ``estimator``: instances and hyperparameters, if the file has them."""
     devices, cluster = _instances(reading, estimator)
     per_host = reading.count("mpi.processes_per_host")
     if devices is None and per_host and isinstance(estimator.get("instance_count"), int):
@@ -88,7 +88,7 @@ def read(reading: Reading, world: int | None, estimator: dict[str, Any]) -> dict
 
 
 def _instances(reading: Reading, estimator: dict[str, Any]) -> tuple[int | None, str | None]:
-    """How many devices all instances have, and the cluster that they are, where its device is known."""
+    """The total device count, and the cluster, if the instance's device is known."""
     kind, count = estimator.get("instance_type"), estimator.get("instance_count", 1)
     if not isinstance(kind, str) or isinstance(count, bool) or not isinstance(count, int) or count < 1:
         return None, None
@@ -101,9 +101,8 @@ def _instances(reading: Reading, estimator: dict[str, Any]) -> tuple[int | None,
 
 
 def _sharding(reading: Reading, ranks: int, cp: int) -> dict[str, Any]:
-    """SMP v2 shards over ``hybrid_shard_degree`` ranks, context ranks among them; v1 over its own degree, or its
-
-    optimizer alone. Without a word, replicas.
+    """SMP v2 shards over ``hybrid_shard_degree`` ranks, context ranks included; v1 over its own degree, or its
+    optimizer alone. Replicas by default.
     """
     hybrid = reading.number(f"{_INSIDE}.hybrid_shard_degree")
     older = reading.count(f"{_INSIDE}.sharded_data_parallel_degree") or 0

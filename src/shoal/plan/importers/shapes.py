@@ -1,4 +1,4 @@
-"""The model that an imported file describes: a preset where one has this shape, else a shape of its own."""
+"""The model that an imported file describes: a preset of this shape if there is one, otherwise a custom shape."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shoal.plan.importers.reading import Reading
 
 
 def placed(said: dict[str, Any], reading: Reading, seq: int) -> tuple[dict[str, Any], Model | None]:
-    """The table ``[model]`` of what the file says of the network's fields, and a shape that no preset has.
+    """The ``[model]`` table for the file's network fields, and a shape that no preset has.
 
-    Where neither can be had, a note says why, and the config keeps its default.
+    If there is neither, a note says why, and the config keeps its default.
     """
     for name, preset in PRESETS.items():
         if all(_same(key, value, preset, seq) for key, value in said.items()):
@@ -57,14 +57,14 @@ def _same(key: str, value: Any, preset: Model, seq: int) -> bool:
 
 
 def _near(one: Any, other: Any) -> bool:
-    """Equal, as far as six digits on a command line can tell."""
+    """Equal to six digits, as precise as a command line."""
     if isinstance(one, float) and isinstance(other, (int, float)):
         return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
     return bool(one == other)
 
 
 def _family(said: dict[str, Any]) -> Family:
-    """Whose block it is: what a Hugging Face config can say depends on that."""
+    """The block's family, which decides what a Hugging Face config can express."""
     if said.get("latent"):
         return "deepseek_v3"
     if said.get("experts"):

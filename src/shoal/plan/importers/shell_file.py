@@ -1,8 +1,8 @@
-"""The commands of a shell script with its variables filled in: nothing of it is executed.
+"""The commands of a shell script with variables expanded; nothing is executed.
 
-Enough of the language for the scripts that start training: quotes, comments, continued lines, variables, arrays,
-whole-number arithmetic. Lines are taken in order, all branches of a condition included; what only a run could tell
-(a command's output, the environment, an argument) stays as it is written, as ``Unknown``.
+Supports what training launch scripts use: quotes, comments, continued lines, variables, arrays, integer arithmetic.
+Lines are read in order, including all branches of a condition; what only a run could tell (a command's output, the
+environment, an argument) stays as written, as ``Unknown``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITHOUT_MEANING = (
     "readonly",
 )
 _CONDITIONS = ("if", "elif", "case", "while", "until", "for", "[", "[[", "fi", "done", "esac", "test")
-# A few lines can double a variable many times; no script means that.
+# A few lines can double a variable many times; no real script does.
 _LONGEST_WORD, _MOST_WORDS = 1 << 16, 1 << 14
 _BATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 
@@ -39,12 +39,12 @@ _BATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 @dataclass
 class ShellScript:
     commands: list[list[str]] = field(default_factory=list)
-    conditions: bool = False  # whether only some of it may be run
-    batch: dict[str, str] = field(default_factory=dict)  # what ``#SBATCH`` lines ask for
+    conditions: bool = False  # whether parts of it are conditional
+    batch: dict[str, str] = field(default_factory=dict)  # what ``#SBATCH`` lines request
 
 
 def read_shell(text: str) -> ShellScript:
-    """``ValueError`` where a quote or a bracket is left open."""
+    """Raises ``ValueError`` if a quote or a bracket is left open."""
     reader = _ShellReader(text.replace("\r\n", "\n"))
     reader.read()
     batch = {name.removeprefix("--"): value for name, value in _BATCH.findall(text)}
@@ -57,10 +57,10 @@ class _ShellReader:
         self.known: dict[str, list[str]] = {} if known is None else known
         self.commands: list[list[str]] = []
         self.conditions = False
-        self.words: list[str] = []  # of the command at hand
-        self.word: str | None = None  # the word at hand; None: between two
-        self.unknown = False  # whether part of it is
-        self.into: list[str] | None = None  # the array at hand
+        self.words: list[str] = []  # of the current command
+        self.word: str | None = None  # the current word; None: between words
+        self.unknown = False  # whether part of it is unknown
+        self.into: list[str] | None = None  # the current array
         self.array = ""
 
     def read(self) -> None:
@@ -100,7 +100,7 @@ class _ShellReader:
             self.array, self.word, self.into = self.word, None, self.words
             self.words = []
             return
-        if letter in "<>":  # where output goes is no part of the command
+        if letter in "<>":  # redirections are not part of the command
             self.word = None if self.word is not None and self.word.isdigit() else self.word
             self.end_word()
             rest = re.compile(r"[>&]*[ \t]*[^\s;|&]*").match(self.text, self.at)
@@ -114,7 +114,7 @@ class _ShellReader:
             self.end_command()
 
     def assigns(self) -> bool:
-        """Whether the word at hand gives a variable its value: nothing in it is split."""
+        """Whether the current word assigns a variable: it is not split then."""
         return not self.words_before() and self.word is not None and bool(_ASSIGNMENT.match(self.word))
 
     def words_before(self) -> list[str]:
@@ -164,7 +164,7 @@ class _ShellReader:
             self.known[name] = [*self.known.get(name, []), *items][-_MOST_WORDS:] if longer else items
 
     def quoted(self) -> None:
-        if self.text.startswith('"$@"', self.at):  # the script's own arguments: it has none here
+        if self.text.startswith('"$@"', self.at):  # the script's own arguments: there are none here
             self.at += 4
             return
         self.add("")
@@ -193,7 +193,7 @@ class _ShellReader:
         return end
 
     def skip_document(self, here: re.Match[str]) -> None:
-        """The lines that a command is given on its standard input."""
+        """Skip a here-document, the lines on a command's standard input."""
         self.end_word()
         line = self.text.find("\n", here.end())
         end = re.compile(rf"^\s*{here[2]}$", re.MULTILINE).search(self.text, max(line, here.end()))
@@ -207,7 +207,7 @@ class _ShellReader:
     # Expansions.
 
     def expand(self, split: bool) -> None:
-        """What stands for something else, at the place where we are."""
+        """Expand at the current position."""
         start = self.at
         if self.text[start] == "`":
             self.at = self.find("`", start + 1) + 1
@@ -253,7 +253,7 @@ class _ShellReader:
         return None
 
     def parameter(self, inside: str) -> list[str] | None:
-        """Of ``${…}``: a variable, an array, a variable with what holds where it is not set."""
+        """``${…}``: a variable, an array, or a variable with a default."""
         match = re.fullmatch(r"([A-Za-z_]\w*|[0-9@*])(\[[@*]\])?(?::?[-=](.*))?", inside, re.DOTALL)
         if match is None:
             return None

@@ -1,4 +1,4 @@
-"""Find the settings in a file, whichever form it has: JSON, YAML, TOML, Python, a notebook, a shell script.
+"""Find the settings in a file of any format: JSON, YAML, TOML, Python, a notebook, a shell script.
 
 Nothing is imported or executed.
 """
@@ -44,18 +44,18 @@ _YAML, _PYTHON, _SHELL = (
 
 @dataclass(frozen=True)
 class ForeignSource:
-    """Settings of one stack, and what they are called in the file."""
+    """Settings of one stack, and their name in the file."""
 
     kind: Kind
     values: dict[str, Any]
     name: str = ""  # of a dictionary in Python
-    script: Script | None = None  # all of the Python file
+    script: Script | None = None  # the whole Python file
     line: LaunchLine | None = None  # the command that starts the program
-    conditions: bool = False  # whether only some of a shell script may be run
+    conditions: bool = False  # whether parts of a shell script are conditional
 
 
 def find_source(path: Path, name: str = "") -> ForeignSource:
-    """The one set of settings in a file; ``name`` is the dictionary's, where there are several."""
+    """The one set of settings in a file; ``name``: a dictionary's, if there are several."""
     text = _read(path)
     suffix = path.suffix.lower()
     if name and suffix not in _PYTHON:
@@ -77,7 +77,7 @@ def find_source(path: Path, name: str = "") -> ForeignSource:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A file of JSON or YAML that another one names."""
+    """A JSON or YAML file that another file names."""
     text = _read(path)
     values = _parse_yaml(text, path) if path.suffix.lower() in _YAML else parsed_json(text, path)
     return _table(path, values)
@@ -141,7 +141,7 @@ def _of_table(path: Path, values: Any) -> ForeignSource:
 
 
 def _one(path: Path, found: list[ForeignSource], name: str = "") -> ForeignSource:
-    """Of all settings in a file, those that are meant; a file that leaves it open is not guessed at."""
+    """The one that is meant of all settings in a file; ambiguity raises instead of guessing."""
     if name:
         found = [one for one in found if one.name == name]
     if not found:
@@ -178,7 +178,7 @@ CALLED: dict[Kind, str] = {
 
 
 def _code(path: Path, text: str) -> str:
-    """Of a notebook, what its cells hold, without the commands of the notebook itself."""
+    """The code cells of a notebook, without its own commands."""
     if path.suffix.lower() != ".ipynb":
         return text
     try:
@@ -196,7 +196,7 @@ def _in_python(text: str, path: Path) -> list[ForeignSource]:
         raise BadInput(f"{path} is not valid Python: {error}", FORMS) from None
     try:
         for values in script.dictionaries.values():
-            check_plain(values)  # a name may stand for a dictionary many times over, or for itself
+            check_plain(values)  # a name may refer to a dictionary many times, or to itself
     except ValueError as error:
         raise BadInput(f"{path}: a dictionary in it cannot be read: {error}", FORMS) from None
     found = [
@@ -205,7 +205,7 @@ def _in_python(text: str, path: Path) -> list[ForeignSource]:
         for kind in kinds_of(values)
         if kind in ("deepspeed", "sagemaker")
     ]
-    # What is part of another dictionary, or has two names, is one.
+    # A dictionary that is part of another, or has two names, counts once.
     whole = [
         one
         for one in found

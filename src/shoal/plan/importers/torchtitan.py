@@ -1,7 +1,7 @@
-"""Import a torchtitan job config: ``plan/export/torchtitan.py`` the other way round.
+"""Import a torchtitan job config: the reverse of ``plan/export/torchtitan.py``.
 
-From 0.3 on it is Python; TOML of versions before that is read as well, and of those before 0.2, which had some keys in
-other tables.
+From 0.3 on it is Python; the TOML of earlier versions is read as well, and that of versions before 0.2, with some keys
+in other tables.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _OWN_WAY = (
 )
 
 
-# The table of each class of settings.
+# The table of each settings class.
 _TABLES = {
     "TrainingConfig": "training",
     "ParallelismConfig": "parallelism",
@@ -91,7 +91,7 @@ _RECOMPUTES = {"SelectiveAC.Config": "selective", "FullAC.Config": "full"}
 
 
 def settings(script: Script) -> dict[str, Any] | None:
-    """The tables that a config in Python stands for; None where it is none."""
+    """The tables that a Python config stands for; None if it is not one."""
     if not any(module.startswith("torchtitan") for module in script.imports.values()):
         return None
     tables: dict[str, Any] = {"activation_checkpoint": {"mode": "selective"}}  # its default
@@ -119,12 +119,12 @@ def settings(script: Script) -> dict[str, Any] | None:
 
 
 def configs(script: Script) -> int:
-    """How many a file makes: one that lists a model's has many, and they are not to be read as one."""
+    """How many configs a file creates: a file that lists a model's has many, which must not be read as one."""
     return sum(call.path == "Trainer.Config" for call in script.calls)
 
 
 def _family(script: Script, path: str) -> str:
-    """The package whose models it lists: of ``llama3.model_registry``, or of what the name was imported from."""
+    """The package whose models it uses: from ``llama3.model_registry``, or from the module a name was imported from."""
     return path.rpartition(".")[0] or script.imports.get("model_registry", "").rpartition(".")[2]
 
 
@@ -153,7 +153,7 @@ def read(reading: Reading, world: int | None) -> dict[str, Any]:
     batch = _positive(reading.number("training.global_batch_size"))
     piece = reading.count("parallelism.pipeline_parallel_microbatch_size")
     if degrees["pp"] > 1:
-        # A pipeline is given all micro-batches of a rank's step at once, and cuts them itself.
+        # A pipeline takes all micro-batches of a rank's step at once and splits them itself.
         local, micro = micro, piece or 1
         if batch is None and local and world:
             batch = local * (world // inner)
@@ -182,14 +182,14 @@ def read(reading: Reading, world: int | None) -> dict[str, Any]:
 
 
 def _axis(reading: Reading, name: str, older: str = "training") -> int:
-    """In its own table or, before 0.2, in another."""
+    """Read from its own table or, before 0.2, from another."""
     now = reading.degree(f"parallelism.{name}")
     before = reading.degree(f"{older}.{name}")
     return now if now > 1 else before
 
 
 def _shard(reading: Reading) -> int | None:
-    """None: what the other degrees leave, which -1 says and a file without a word on it."""
+    """None: determined by the other degrees, as -1 or a missing key mean."""
     written = [reading.number(f"{table}.data_parallel_shard_degree") for table in ("parallelism", "training")]
     return _positive(next((one for one in written if one is not None), None))
 

@@ -1,4 +1,4 @@
-"""Hugging Face's ``TrainingArguments``, which a script is started with: on a command line, or as hyperparameters."""
+"""Import Hugging Face's ``TrainingArguments``, from a command line or from hyperparameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.plan.importers.reading import Reading
 
-# One of these, and the script is taken to use the Trainer: then its defaults hold for what is left out.
+# Any of these means that the script uses the Trainer, whose defaults then apply to what is omitted.
 SIGNS = {
     "per_device_train_batch_size",
     "learning_rate",
@@ -28,7 +28,7 @@ _SCHEDULES = {
     "warmup_stable_decay": "wsd",
 }
 _LENGTHS = ("max_seq_length", "max_length", "block_size", "model_max_length", "max_seq_len", "cutoff_len")
-# What Shoal's launcher, loop and reports do in their own way.
+# What Shoal's launcher, loop and reports do their own way.
 _OWN_WAY = (
     *(
         "output_dir",
@@ -67,7 +67,7 @@ _OWN_WAY = (
 
 @dataclass
 class TrainerArguments:
-    """What they say: parts of a recipe, the batch of one rank, and what belongs in other tables."""
+    """The arguments' contents: parts of a recipe, one rank's batch, and what belongs in other tables."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
     micro: int | None = None
@@ -81,11 +81,11 @@ def uses_trainer(values: dict[str, Any]) -> bool:
 
 
 def read(values: dict[str, Any], source: str, outer: Reading) -> TrainerArguments:
-    """By the Trainer's names. Notes and problems go to the reading of the file that they stand in."""
+    """Read the Trainer's names. Notes and problems go to the reading of the file that contains them."""
     given = {name.replace("-", "_"): value for name, value in values.items()}
     options = given.get("lr_scheduler_kwargs")
     if isinstance(options, str):
-        with suppress(ValueError):  # else it is said to have no counterpart, as it stands
+        with suppress(ValueError):  # otherwise it is reported as is, without counterpart
             given["lr_scheduler_kwargs"] = json.loads(options)
     reading = Reading(given, source, outer.problems)
     found = TrainerArguments() if not uses_trainer(given) else _read(reading)
@@ -169,7 +169,7 @@ def _schedule(reading: Reading) -> dict[str, Any]:
 
 
 def _length(reading: Reading) -> dict[str, Any]:
-    """In steps, or else in passes over the data."""
+    """In steps, or otherwise in epochs."""
     steps, epochs = reading.number("max_steps"), reading.number("num_train_epochs", absent=3.0)
     if steps is not None and steps > 0:
         return {"steps": int(steps)}
