@@ -1,4 +1,4 @@
-"""What a user is told of a run before anything is computed."""
+"""What a run prints before anything is computed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def announced(
     ranks: int | None = None,
     quiet: bool = False,
 ) -> tuple[Job, RunDirectory, Console]:
-    """The job of a config and its run, with what a user is told before anything is computed.
+    """The job of a config and its run, after printing what a user should know before anything is computed.
 
-    ``ranks``: of each of the ``nodes``, where another launcher has started them; ``quiet``: one of them tells the user.
+    ``ranks``: per node of ``nodes``, if another launcher has started them; ``quiet``: another rank prints.
     """
     from shoal.cli.show import measured_rates, warn_of_length
     from shoal.facts.config.implied import kept
@@ -58,7 +58,7 @@ def announced(
 
 
 def _notes(given: Loaded) -> list[str]:
-    """What a first start is told of values that it did not write."""
+    """Notes at a first start about values that the user did not set."""
     from shoal.facts.config.implied import ORIGINS, TOKENIZER, lacks_tokenizer
 
     config, notes = given.config, []

@@ -1,4 +1,4 @@
-"""``shoal bench comm``: latency and bandwidth of collectives on the process group at hand."""
+"""``shoal bench comm``: latency and bandwidth of collectives on the current process group."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _sizes(given: list[str] | None, backend: str) -> list[int]:
 
 
 def _world(cluster: Cluster, nproc: int | None, share: bool, show: str | None) -> int:
-    """How many ranks to start; all that is wrong with that is said here."""
+    """The number of ranks to start; raises with all problems of the request."""
     from shoal.facts.cluster import this_machine
     from shoal.facts.problem import BadInput
 
@@ -164,7 +164,7 @@ def _world(cluster: Cluster, nproc: int | None, share: bool, show: str | None) -
 
 
 def _memory(cluster: Cluster, world: int) -> int:
-    """Bytes that each rank may fill: of its GPU, or its share of this machine's memory."""
+    """Bytes that each rank may use: of its GPU, or its share of this machine's memory."""
     from shoal.facts.cluster.this_machine import machine_memory
 
     if cluster.device.name != "cpu":
@@ -189,7 +189,7 @@ def _check(show: str | None, world: int, sizes: list[int], picture: Path | None,
                 f"--sizes {4 * world}",
             )
         )
-    # An all-to-all has two whole buffers; the transport copies as well.
+    # An all-to-all has two whole buffers, and the transport copies as well.
     if (most := max(sizes)) * 4 > memory:
         problems.append(
             Problem(
@@ -260,7 +260,7 @@ def _measured(
 
 
 def _link(cluster: Cluster, nodes: int) -> tuple[str, Link]:
-    """What the catalogue says of the way between these ranks, and under which name the planner has it."""
+    """The catalogue's link between these ranks, with the name under which the planner looks it up."""
     if nodes > 1:
         return "network", cluster.network
     return "fast", cluster.fast or cluster.device.host_link

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.plan.resolve import Job
     from shoal.prove.bench.result import PeerResult, StepBench
 
-# What is not the step stays off. A run never comes to its last step, where it would evaluate.
+# Everything that is not the step is off. A run never reaches its last step, where it would evaluate.
 FIXED = {
     "recipe.steps": 10**6,
     "recipe.schedule": "constant",
@@ -29,7 +29,7 @@ FIXED = {
     "checkpoint.every": 0,
     "fault.timeout": 600.0,
 }
-# Length and precision where none are given.
+# Default sequence length and precision.
 ON_CPU = (128, "fp32")
 ON_GPU = (4096, "bf16")
 

@@ -100,7 +100,7 @@ def chaos(
 
 
 def _make_room(folder: Path) -> None:
-    """An earlier campaign is replaced; anything else is left alone."""
+    """Replace an earlier campaign; leave anything else alone."""
     from shoal.facts.problem import BadInput
 
     ours = {"reference", "run", "run.chaos", "faults.jsonl", "curve.svg"}

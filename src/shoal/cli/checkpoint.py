@@ -161,7 +161,7 @@ def export(
     origin = origin_of(found.manifest, run_of(path))
     if tokenizer is not None:
         origin = replace(origin, tokenizer=tokenizer)
-    from shoal.train.huggingface import export as files  # torch: after all that needs none of it
+    from shoal.train.huggingface import export as files  # torch: after everything that does not need it
 
     try:
         if to == "peft":

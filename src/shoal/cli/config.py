@@ -61,6 +61,6 @@ def show(
     titled: list[tuple[str, ...]] = [("key", "value", "from", "meaning"), *rows]
     if sys.stdout.isatty():
         print_fitted(titled, (((0, 1, 2, 3),), ((0, 1, 2), (3,))))
-    else:  # one line a key, to be searched
+    else:  # one line per key, so that it can be searched
         print_columns(titled)
     return 0

@@ -118,7 +118,7 @@ def _cluster(
     wait: float,
     json: bool,
 ) -> int:
-    """One process of a job that looks at its nodes. The first one says what was found."""
+    """One process of a job that checks its nodes. The first one reports."""
     from itertools import islice
 
     from shoal.cli.summary import leave
@@ -135,7 +135,7 @@ def _cluster(
     address_of(interface)
     named = os.environ.get("SLURMD_NODENAME") if found.by == "srun" else None
     names = dict(enumerate(islice(slurm_nodes(os.environ), found.nodes))) if found.by == "srun" else {}
-    # Of a connection that is lost, torch would print a page.
+    # torch would print a page for every lost connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import DistStoreError
 
@@ -166,7 +166,7 @@ def _cluster(
 
 
 def _by_hand(nodes: int | None, node_rank: int | None, place: tuple[str, int] | None) -> ToldRank:
-    """Where no launcher says which of how many this is."""
+    """This process's place, given by options when no launcher says so."""
     from shoal.facts.problem import BadInput
     from shoal.launch.adopt.told import ToldRank
 

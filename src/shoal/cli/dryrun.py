@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from shoal.prove.dryrun import DryRun
     from shoal.prove.dryrun_findings import Finding
 
-# Of the modules that hold the most at the peak.
+# Modules to show, those that hold the most at the peak.
 MODULES_SHOWN = 8
-# What is said beside a model, and the key of a config that says the same.
+# Options that go with a model, and the config keys that say the same.
 OF_A_MODEL = {
     "--on": "cluster.on",
     "--seq": "recipe.seq",
@@ -229,7 +229,7 @@ def _show_traffic(seen: DryRun) -> None:
 
 
 def _document(every: list[DryRun], between: list[Finding], stages: bool, seconds: float) -> dict[str, Any]:
-    """CONTRACT's fields are those of the rank, or of the fullest of all stages' ranks; all stages stand beside them."""
+    """CONTRACT's fields are those of the rank, or of the fullest stage's rank; all stages are listed beside them."""
     fullest = max(every, key=lambda seen: seen.memory.peak_allocated)
     document = _of_rank(fullest)
     if stages:

@@ -80,7 +80,7 @@ def evaluate(
 def _tasks(
     weights: str, names: list[str], limit: int | None, overrides: list[str], layout: str, json: bool
 ) -> int:
-    """Through lm-eval, whose metrics are shown by the names that it gives them."""
+    """Run lm-eval, whose metrics keep their names."""
     from shoal.cli.show import print_columns, print_json
     from shoal.launch import evaluate as launcher
     from shoal.launch.tasks import check_tasks, score_tasks

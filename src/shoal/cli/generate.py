@@ -104,7 +104,7 @@ def generate(
     shown = 0
 
     def tell(written: list[int]) -> None:
-        """What is new, but for a letter that may not be whole yet."""
+        """Print new text, holding back a character that may be incomplete."""
         nonlocal shown
         whole = reader.decode(written).rstrip("\ufffd")
         sys.stdout.write(whole[shown:])

@@ -117,14 +117,14 @@ def init(
 
 
 def _may_ask(json: bool) -> bool:
-    """Where a person reads the questions and can answer them."""
+    """Whether a user sees the questions and can answer them."""
     import sys
 
     return not json and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _planned(path: Path, given: dict[str, Any], ask: bool) -> dict[Path, str]:
-    """A config for what was said and what is answered."""
+    """A config from the given options and the answers."""
     import os
     import sys
 
@@ -147,7 +147,7 @@ def _planned(path: Path, given: dict[str, Any], ask: bool) -> dict[Path, str]:
 
 
 def _rows(given: dict[str, Any]) -> dict[str, Any]:
-    """What the first row of the data says of all; nothing where no data is named."""
+    """What the data's first row tells about all rows; empty if no data is named."""
     if "data" not in given:
         return {}
     from shoal.train.data.first_row import look_at_rows
@@ -186,7 +186,7 @@ def _refuse_existing(paths: list[Path], force: bool) -> None:
             if path.exists() and not path.is_dir() and not force
         ]
         problems += unwritable(paths)
-    except OSError as error:  # a name that no file can have
+    except OSError as error:  # an impossible file name
         raise BadInput(f"cannot write to it: {error.strerror}", "a file in a directory that exists") from None
     if problems:
         raise BadInput(problems)

@@ -1,4 +1,4 @@
-"""The questions of ``shoal init``: asked on a terminal, each with its default, again until the answer can be used."""
+"""The questions of ``shoal init``: asked on a terminal with defaults, repeated until the answer is usable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.train.data.first_row import look_at_rows
 
 
 def ask_for(given: dict[str, Any], visible: str | None) -> dict[str, Any]:
-    """What was said and what is answered; nothing is asked twice."""
+    """The given options plus the answers; nothing is asked twice."""
     told = dict(given)
     model: Model = _ask(told, "model", "Model: a preset, a model directory, a Hub name", "tiny", presets.find)
     _ask(
@@ -29,7 +29,7 @@ def ask_for(given: dict[str, Any], visible: str | None) -> dict[str, Any]:
 
 
 def _ask(told: dict[str, Any], name: str, question: str, default: Any, look: Callable[[str], Any]) -> Any:
-    """What ``look`` finds for an answer, which is kept as it was given."""
+    """What ``look`` finds for an answer, which is stored as given."""
     if name in told:
         return look(str(told[name]))
     while True:

@@ -167,7 +167,7 @@ def ls(runs: Path = Path("runs"), /, *, json: Json = False) -> int:
     for record in records(runs):
         try:
             rows.append(_told(record))
-        except BadInput as error:  # an engine that is not here hides no other's jobs
+        except BadInput as error:  # an engine that is missing must not hide other engines' jobs
             known = {"run": str(record.run), "target": record.job.target, "id": record.id, "step": 0}
             rows.append({**known, "state": "unknown", "detail": str(error.problems[0].what), "steps": 0})
     if json:

@@ -163,7 +163,7 @@ def _describe(job: LaunchJob) -> dict[str, Any]:
 
 
 def _followed(record: JobRecord, document: dict[str, Any]) -> int:
-    """Until the job is over, or the user has seen enough; the exit code of the job."""
+    """Follow until the job is over, or the user interrupts; returns the job's exit code."""
     from shoal.launch.jobs.follow import follow
     from shoal.launch.jobs.targets import find_target
     from shoal.launch.report import FAILED

@@ -21,7 +21,7 @@ from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 
 
 def _default(value: object) -> str | None:
-    """What help says of a default; nothing where there is none, and of a flag that is off."""
+    """A default as help shows it; nothing if there is none, or for a flag that is off."""
     return None if value is None or value is False or value == "" else str(value)
 
 
@@ -31,10 +31,10 @@ app = App(
     help="Many GPUs, one training run: plan, prove, run and recover distributed training.",
     version=__version__,
     help_format="plaintext",
-    suppress_keyboard_interrupt=False,  # an interrupted command says so, and its exit code is ours
+    suppress_keyboard_interrupt=False,  # we report an interrupted command and choose its exit code
 )
-# What each does is said here as well as there, so that the list of commands needs none of them imported. A line of
-# help is short enough for a terminal of 80 columns.
+# Each command's summary is repeated here, so that listing the commands imports none of them. A line fits a terminal of
+# 80 columns.
 COMMANDS = {
     "Start": (
         ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
@@ -114,7 +114,7 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         code = _stopped(as_json)
     except BrokenPipeError:
-        # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
+        # The reader of our output, such as head, has closed it. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except OSError as error:
@@ -122,7 +122,7 @@ def _run(words: list[str]) -> int:
         code = fail([Problem(what)], FAILED, as_json)
     except Exception as error:
         if interrupts:
-            # A library that was being imported has caught the interrupt, and was used half imported.
+            # A library that was being imported swallowed the interrupt and was used half imported.
             return _stopped(as_json)
         # A bug of ours. The interpreter would print the same traceback, but without redacting secrets.
         traceback.print_exc()
@@ -133,7 +133,7 @@ def _run(words: list[str]) -> int:
 
 
 def _asks_for_json(words: list[str]) -> bool:
-    """Also of a command line that was not understood, so there is no telling what else the word could be."""
+    """Also for a command line that could not be parsed, where the word might have meant something else."""
     options = words[: words.index("--")] if "--" in words else words
     return any(
         word == "--json" or word.lower() in ("--json=true", "--json=1", "--json=yes") for word in options
@@ -141,10 +141,10 @@ def _asks_for_json(words: list[str]) -> bool:
 
 
 def _stopped(as_json: bool) -> int:
-    """While workers run, the launcher takes signals itself; here nothing had been started yet."""
+    """An interrupt before any worker was started; while workers run, the launcher handles signals itself."""
     print("stopped on request; run the same command to continue", file=sys.stderr)
-    # An interrupt that has passed through an ``exec`` of text, as dataclasses have one, leaves a mark in the
-    # interpreter: ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
+    # An interrupt that passed through an ``exec`` of text, which dataclasses use, leaves a mark in the interpreter:
+    # ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
     exec("")  # noqa: S102
     if as_json:
         print_problems([Problem("stopped on request", "run the same command to continue")], STOPPED)
@@ -152,14 +152,14 @@ def _stopped(as_json: bool) -> int:
 
 
 def _write_what_the_terminal_can() -> None:
-    """A letter that the terminal does not have is written as its code, not answered with a traceback."""
+    """Print characters that the terminal cannot show as escapes instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a replaced stream keeps its own error handling
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def _prefer_own_help(words: list[str]) -> None:
-    """A command that is called by name explains itself in full; its line in the list is then not needed."""
+    """A command called by name prints its own full help, so its line in the list is dropped."""
     if not {"--help", "-h"} & set(words):
         return
     called = app
@@ -173,7 +173,7 @@ def _prefer_own_help(words: list[str]) -> None:
 
 
 def unbroken(docstring: str) -> str:
-    """Paragraphs as one line each: a terminal breaks them where it ends, and not where the source's lines do."""
+    """Join each paragraph into one line, so that the terminal wraps it instead of the source."""
     lines: list[str] = []
     for line in inspect.cleandoc(docstring).splitlines():
         before = lines[-1] if lines else ""
@@ -191,11 +191,11 @@ def _continues(before: str, line: str) -> bool:
 
 
 def fail(problems: Sequence[Problem], code: int, as_json: bool) -> int:
-    """Tell a person what is wrong and, where it was asked for, a program; the exit code."""
+    """Report problems to the user and, if requested, as JSON; returns the exit code."""
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if as_json:
-        with contextlib.suppress(OSError):  # a full disk, a reader that has gone: the person has been told
+        with contextlib.suppress(OSError):  # a full disk, or a reader that has gone: the user has been told
             print_problems(problems, code)
             sys.stdout.flush()
     return code

@@ -118,13 +118,13 @@ def _tell(verdict: ParityVerdict, console: Console) -> None:
 
 
 def _row(verdict: ParityVerdict) -> dict[str, Any]:
-    """Of all tensors that differ the first one, and how many there are."""
+    """The first of all differing tensors, and their number."""
     row = {**asdict(verdict), "layout": str(verdict.layout), "differing": len(verdict.differing)}
     return {**row, "first_difference": asdict(verdict.differing[0]) if verdict.differing else None}
 
 
 def _document(proofs: list[Parity]) -> dict[str, Any]:
-    """CONTRACT's fields are the first precision's; a second one stands beside them."""
+    """CONTRACT's fields are the first precision's; a second one is listed beside them."""
     first, *others = [
         {
             "steps": proof.steps,

@@ -132,7 +132,7 @@ def plan(
     import gc
     import os
 
-    gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
+    gc.disable()  # a search creates a million small objects and no cycles: collecting takes a tenth of its time
 
     from shoal.cli.plan_table import show, show_compared
     from shoal.cli.show import measured_rates, print_json, unwritable, use_calibration, warn_of_length
@@ -254,7 +254,7 @@ def _files(
     export: str | None,
     to: Path,
 ) -> tuple[dict[Path, str], Exported | None, Rejudged | None]:
-    """Everything that is to be written, made before anything is; an export is judged as what its target runs."""
+    """Everything to be written, created before any file is; an export is judged as its target runs it."""
     files: dict[Path, str] = {}
     exported = there = None
     if save is not None:
@@ -281,7 +281,7 @@ def _files(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A line on a terminal while the grid of a page is computed; nothing on a pipe."""
+    """A progress line on a terminal while a page's grid is computed; nothing on a pipe."""
     shown = sys.stderr.isatty()
 
     def told(done: int, total: int) -> None:
@@ -296,7 +296,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _start(exported: Exported, to: Path) -> str:
-    """The command that starts it, with its files where they were written."""
+    """The export's launch command, with its files' actual location."""
     words = exported.command.split(" ")
     return " ".join(shlex.quote(str(to / word)) if word in exported.files else word for word in words)
 

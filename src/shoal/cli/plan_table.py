@@ -15,7 +15,7 @@ from shoal.plan.report import PlanReport
 from shoal.plan.scale import Cost, Point
 
 HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "engine", "binds", "layout")
-# All in one line; the layout above; the layout above and what binds below.
+# All on one line; the layout above; the layout above and the bottleneck below.
 WIDE = [(0, 1, 2, 3, 4, 5, 6, 7, 8)]
 ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)], [(0, 8), (1, 2, 3, 4, 5, 6), (7,)])
 ANSWERS = ("answer", "s/step", "GiB free", "out of memory", "unmeasured", "layout")
@@ -55,7 +55,7 @@ COMPARED_ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)])
 
 
 def show_compared(rows: list[Compared]) -> None:
-    """One line for each cluster."""
+    """One line per cluster."""
     asked = rows[0].found.asked
     length = f", {asked.tokens:,} tokens" if asked.tokens else ""
     batches = {row.found.asked.recipe.batch for row in rows}

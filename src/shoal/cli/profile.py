@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.prove.profile import Profile
 
 
-# What Plan.step calls them, and what a person reads.
+# Plan.step's names, and what a user reads.
 PARTS = {
     "compute": "compute",
     "recompute": "recompute",
@@ -72,7 +72,7 @@ def profile(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     use_calibration(calibration)
-    # Bad input is answered before a machine is measured for minutes.
+    # Reject bad input before measuring a machine for minutes.
     given = load(config, set, layout)
     loaded = given.config
     with given.located():
@@ -134,7 +134,7 @@ def _show(measured: Profile) -> None:
 
 
 def _times(measured: Profile) -> list[tuple[str, ...]]:
-    """Every part of the step once; indented is what a part is made of."""
+    """Every part of the step once; indented rows are components of the part above."""
     seconds, predicted = measured.step, measured.plan.step
     rows: list[tuple[str, ...]] = [("time", "measured", "of step", "predicted", "error")]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-# Of micro-batches through chunks: a picture of more shows nothing.
+# Micro-batches times chunks: a larger picture shows nothing.
 MOST_PASSES = 20_000
 
 

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on standard output, and nothing else there."""
-    # Whole or not at all.
+    """Print one JSON document on standard output, and nothing else there."""
+    # All or nothing.
     sys.stdout.write(json.dumps(_plain(document), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def print_problems(problems: Iterable[Problem], code: int) -> None:
-    """What ``--json`` says in place of an answer."""
+    """Print problems in place of the answer for ``--json``."""
     rows = [{"what": one.what, "fix": one.fix, "where": one.where or _flag(one.what)} for one in problems]
     print_json({"ok": False, "exit_code": code, "problems": rows})
 
 
 def _flag(what: str) -> str | None:
-    """A message about a flag begins with it."""
+    """The flag at the beginning of a message, if there is one."""
     found = re.match(r"--[a-z][a-z-]*", what)
     return found[0] if found else None
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: a loss that is one of them becomes null."""
+    """JSON has no NaN and no infinity: such a loss becomes null."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
 
 
 def warn_of_length(model: Model, seq: int) -> None:
-    """On standard error, where rows are longer than what the model was made for."""
+    """Warn on standard error if rows are longer than the model was made for."""
     from shoal.facts.layout.legality import beyond_positions
 
     if warning := beyond_positions(model, seq):
@@ -60,14 +60,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:
-    """Aligned columns of plain text: nothing is wrapped or cut, so the output can be searched and piped."""
+    """Print aligned columns of plain text, never wrapped or cut, so that the output can be searched and piped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
 
 
-# Of a table or a paragraph where the output is no terminal and COLUMNS is not set.
+# Width of tables and paragraphs if the output is not a terminal and COLUMNS is not set.
 PIPED = 120
 
 
@@ -77,17 +77,17 @@ def width() -> int:
 
 
 def print_wrapped(text: str, indent: str = "") -> None:
-    """A paragraph of as many lines as it takes. No word is broken, so that a layout stays in one piece."""
+    """Print a wrapped paragraph. Words are not broken, so that a layout stays in one piece."""
     print(
         textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     )
 
 
 def print_fitted(rows: Sequence[tuple[str, ...]], arrangements: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Aligned columns in the first arrangement that the terminal is wide enough for, or else in the last.
+    """Print aligned columns in the first arrangement that fits the terminal, or else in the last.
 
-    An arrangement has, for each line of a row, the numbers of the columns that stand there. The first of several lines
-    is a name, which is as long as it is: only the others have to fit.
+    An arrangement lists, for each line of a row, the columns on it. With several lines the first is a name of any
+    length: only the others have to fit.
     """
     for arrangement in arrangements:
         lines = _lines(rows, arrangement)
@@ -104,14 +104,14 @@ def _lines(rows: Sequence[tuple[str, ...]], arrangement: Sequence[Sequence[int]]
     lines = []
     for row in rows:
         for place, columns in enumerate(arrangement):
-            # What is alone on its line is aligned with nothing.
+            # A cell alone on its line is not aligned.
             cells = (row[each].ljust(widths[each] if len(columns) > 1 else 0) for each in columns)
             lines.append(("   " if place else "") + "  ".join(cells).rstrip())
     return lines
 
 
 def unwritable(paths: Iterable[Path]) -> Iterator[Problem]:
-    """What keeps a command from writing its output, said before it begins: an hour's work is not lost to a typo."""
+    """Reasons why output could not be written, checked before the work begins: a typo must not cost an hour."""
     for path in paths:
         if not path.parent.is_dir():
             yield Problem(
@@ -122,7 +122,7 @@ def unwritable(paths: Iterable[Path]) -> Iterator[Problem]:
 
 
 def use_calibration(wanted: bool = True) -> None:
-    """To be called before anything is predicted. A file that cannot be used is a warning, with what to do."""
+    """Call before anything is predicted. An unusable file gives a warning with a fix."""
     from shoal.facts.calibration import file
 
     folder = file.default_folder() if wanted else None
@@ -131,7 +131,7 @@ def use_calibration(wanted: bool = True) -> None:
 
 
 def measured_rates(cluster: Cluster) -> str | None:
-    """One line for a person; None where nothing was measured."""
+    """One line for the user; None if nothing was measured."""
     from shoal.facts import calibration
 
     found = calibration.find(cluster)

@@ -1,4 +1,4 @@
-"""How a call that trained ended: what became of the run, its files, and what may be done with it next."""
+"""The end of a training command: the result, its files, and possible next commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shoal.cli.show import counted
 from shoal.launch.report import FAILED, FINISHED, Report
 from shoal.launch.screen import Console
 
-# Columns that a table may take, so that no layout is cut; it takes as many as it needs.
+# Table width that never cuts a layout; a table uses only what it needs.
 UNBROKEN = 1000
 
 
 def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
-    """How a call ended, for a program or for a person; its exit code. ``more``: what the document adds."""
+    """Report how a command ended, as JSON or for a user; returns its exit code. ``more``: additions to the document."""
     from shoal.cli.show import print_json
 
     page = written_report(report.run)
@@ -37,7 +37,7 @@ def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
 
 
 def written_report(run: Path) -> Path | None:
-    """Where the run's page is now; None where it could not be written, which is told and changes nothing else."""
+    """The path of the run's page; None if it could not be written, which is reported and changes nothing else."""
     from shoal.facts.problem import BadInput
     from shoal.report.run.write import write_report
 
@@ -47,7 +47,7 @@ def written_report(run: Path) -> Path | None:
         return write_report([run])[0]
     except BadInput as error:
         print(f"no report: {error}", file=sys.stderr)
-    except Exception as error:  # a run that has ended well must not fail for its picture
+    except Exception as error:  # a successful run must not fail because of its picture
         print(f"no report: {type(error).__name__}: {error}; try shoal report {run}", file=sys.stderr)
     return None
 
@@ -67,7 +67,7 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
     if report.row:
         heldout = ""
         if report.heldout_loss is not None:
-            # Of the last step, where it was computed then: with several sets, each by name.
+            # From the last step, if it was computed then: with several sets, each by name.
             of_last = report.row.get("heldout_loss") == report.heldout_loss
             heldout = f", validation {validated(report.row) if of_last else f'{report.heldout_loss:.4f}'}"
         loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
@@ -88,7 +88,7 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
         if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
             console.print(f"  {path}  {what}", markup=False)
     if RunDirectory(report.run).disk.committed():
-        # Words that a shell takes as they are, wherever the run lies.
+        # Shell-quoted, wherever the run is.
         run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
         console.print("next")
         told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
@@ -99,7 +99,7 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
 
 
 def _is_chat(run: Path) -> bool:
-    """Whether a run learned to answer, as its config says: then text to continue shows little of it."""
+    """Whether the run trained on chats, according to its config: then continuing a text shows little."""
     from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput
 
@@ -111,7 +111,7 @@ def _is_chat(run: Path) -> bool:
 
 
 def _print_tuning(found: dict[str, Any], console: Console) -> None:
-    """What was tried, as a table, then what that cost beside what it gained."""
+    """A table of what was tried, and what that cost and gained."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="")
@@ -137,7 +137,7 @@ def _print_tuning(found: dict[str, Any], console: Console) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Past what a backend, whose peers are gone, would wait for at the interpreter's end."""
+    """Exit immediately, without waiting for a backend whose peers are gone."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

@@ -108,7 +108,7 @@ class _Asked:
 
 
 def _launched(asked: _Asked, found: ToldRank | None) -> int:
-    """Start the ranks of this machine. ``found``: a scheduler started this process on each of several."""
+    """Start this machine's ranks. ``found``: a scheduler started this process on each of several machines."""
     from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput
@@ -149,12 +149,12 @@ def _launched(asked: _Asked, found: ToldRank | None) -> int:
 
 
 def _slurm_name(found: ToldRank | None) -> str | None:
-    """What the scheduler calls this machine, which is not always its host name."""
+    """The scheduler's name for this machine, which may differ from its host name."""
     return os.environ.get("SLURMD_NODENAME") if found is not None and found.by == "srun" else None
 
 
 def _adopted(asked: _Asked, found: ToldRank) -> int:
-    """Be one of the ranks that another launcher has started. What all refuse alike is said once on each node."""
+    """Become one of the ranks that another launcher started. Errors that all ranks share are printed once per node."""
     from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput
@@ -175,7 +175,7 @@ def _adopted(asked: _Asked, found: ToldRank) -> int:
         job, directory, console = announced(
             given, asked.run, asked.fresh, nodes=found.nodes, ranks=found.local_world, quiet=found.rank > 0
         )
-        # Of a connection that is lost, torch would print a page.
+        # torch would print a page for every lost connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         train_rank = local.load_attempt("shoal.launch.adopt.train:train")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -195,7 +195,7 @@ def _adopted(asked: _Asked, found: ToldRank) -> int:
     return leave(report.code)
 
 
-# How a launcher starts one process on each node.
+# How each launcher starts one process per node.
 _ONE_EACH = {
     "torchrun": "shoal train itself",
     "mpirun": "mpirun --map-by ppr:1:node",
@@ -212,7 +212,7 @@ def _answered(report: Report, json: bool) -> int:
 def _further(
     job: Job, run: RunDirectory, asked: _Asked, together: bool, console: Console
 ) -> tuple[Job, RunDirectory]:
-    """What --extend and --branch make of a job and its run."""
+    """Apply --extend and --branch to a job and its run."""
     from shoal.facts.problem import BadInput
     from shoal.launch import local
     from shoal.train import branch as further

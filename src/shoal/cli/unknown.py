@@ -10,7 +10,7 @@ from shoal.facts.problem import Problem, did_you_mean
 
 
 def refused(error: CycloptsError) -> Problem:
-    """A command line that was not understood, in words, with its fix."""
+    """A command-line error in words, with its fix."""
     chain = " ".join(["shoal", *(error.command_chain or ())])
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app is not None:
         word = error.unused_tokens[0]

@@ -1,4 +1,4 @@
-"""Time operations between the ranks of the process group at hand, by size: on gloo, on NCCL, on one node or several."""
+"""Time operations between the ranks of the current process group, by size: on gloo or NCCL, on one node or several."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def measure(
     times: int = TIMES,
     of_calls: Callable[[Iterable[float]], float] = statistics.median,
 ) -> list[TimedCollective]:
-    """Every operation at every size, in bytes of fp32, on every rank of the default group; all ranks get the answer.
+    """Every operation at every size, in bytes of fp32, on every rank of the default group; all ranks get the result.
 
-    A call takes as long as the slowest rank takes, from a moment at which all were ready. The median over calls counts,
-    or ``of_calls``.
+    A call's time is that of the slowest rank, from a moment when all were ready. The median over calls counts, or
+    ``of_calls``.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
@@ -49,6 +49,6 @@ def measure(
 
 
 def wait(device: torch.device) -> None:
-    """Until it has done all that it was asked for."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

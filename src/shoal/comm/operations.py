@@ -1,8 +1,8 @@
-"""The operations that are measured: how each is called, and how many bytes a rank's link carries for it.
+"""The measured operations: how to call each, and how many bytes a rank's link carries for it.
 
-Bandwidths are those of nccl-tests. Algorithm bandwidth is the largest buffer over the time, which is what a program
-sees. Bus bandwidth is what the busiest link carried over the time, so that it compares with a datasheet whatever the
-operation and the number of ranks.
+Bandwidths are those of nccl-tests. Algorithm bandwidth is the largest buffer over the time, as a program sees it. Bus
+bandwidth is the busiest link's bytes over the time, so that it compares with a datasheet for any operation and number
+of ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal.predict.time.link_fit import bus_share as bus_share
 def caller(op: str, rank: int, ranks: int, whole: Tensor, part: Tensor) -> Callable[[], object]:
     """One call of an operation; ``part`` is a rank's share of ``whole``.
 
-    Point-to-point is between the first two ranks, there and back, so that one clock sees both ways. The root of a
-    broadcast and of a reduce is the last rank: others' clocks see the bytes arrive, or leave.
+    Point-to-point goes there and back between the first two ranks, so that one clock times both directions. The root
+    of a broadcast or reduce is the last rank: other ranks' clocks see the bytes arrive, or leave.
     """
 
     def there_and_back() -> None:

@@ -1,4 +1,4 @@
-"""Bus bandwidth by size as curves with their fits: one SVG that asks nothing of any network."""
+"""Plot bus bandwidth by size with the fitted curves: one self-contained SVG."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def svg(
     promised: float,
     link: str,
 ) -> str:
-    """Measured points, the fitted line of each operation, and the bytes/s that the catalogue promises of the link.
+    """Measured points, the fitted line of each operation, and the link's bytes/s in the catalogue.
 
-    Both axes are logarithmic: a latency is then a slope, a bandwidth a level.
+    Both axes are logarithmic, so latency shows as a slope and bandwidth as a level.
     """
     rates = [call.bus_bandwidth for call in calls]
     across = _axis(min(call.bytes for call in calls), max(call.bytes for call in calls), LEFT, WIDTH - RIGHT)

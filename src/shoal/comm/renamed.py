@@ -1,4 +1,4 @@
-"""Two collectives that torch 2.13 renames, warning of the old names; before it there are only those."""
+"""Two collectives that torch 2.13 renames with a deprecation warning; earlier versions only have the old names."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """A ring all-reduce on send and receive, written for reading.
 
-Each of N ranks cuts its buffer into N chunks and talks to its two neighbours alone: it sends to the next rank while it
-receives from the one before.
+Each of N ranks splits its buffer into N chunks and communicates only with its two neighbours: it sends to the next
+rank while it receives from the previous one.
 
 1. Reduce-scatter, N - 1 steps. A chunk travels round the ring, and every rank that it passes adds its own part. In step
-   s rank r sends chunk r - s and receives chunk r - s - 1, counted modulo N. After the last step rank r holds the
-   complete sum of chunk r + 1.
+   s rank r sends chunk r - s and receives chunk r - s - 1, modulo N. After the last step rank r holds the complete sum
+   of chunk r + 1.
 2. All-gather, N - 1 steps. The complete chunks travel round the same ring and replace what is there.
 
-So a rank sends 2 (N - 1) chunks of 1/N: 2 (N - 1) / N of the buffer, however many ranks there are. No algorithm sends
-less, and none keeps all links busier: this is why bandwidth hardly depends on the number of ranks. Latency does: there
-are 2 (N - 1) messages, one after the other.
+So a rank sends 2 (N - 1) chunks of 1/N: 2 (N - 1) / N of the buffer, almost independent of N. No algorithm sends less,
+and none keeps all links busier, which is why bandwidth hardly depends on the number of ranks. Latency does: there are
+2 (N - 1) messages, one after the other.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 
 
 class RingStep(NamedTuple):
-    """What one rank did in one step, and what its chunks hold after it (the first element of each)."""
+    """What one rank did in one step, and its chunks after it (the first element of each)."""
 
     phase: str
     step: int
-    sent: int  # the chunk that went to the next rank
-    received: int  # the chunk that came from the one before
+    sent: int  # the chunk sent to the next rank
+    received: int  # the chunk received from the previous rank
     chunks: tuple[float, ...]
     bytes: int  # sent in this step
 
 
 def ring_all_reduce(buffer: Tensor, watch: Callable[[RingStep], None] | None = None) -> None:
-    """Sum ``buffer`` over the default group, in place. ``watch`` is told of every step.
+    """Sum ``buffer`` over the default group, in place. ``watch`` is called with every step.
 
-    Its elements divide by the number of ranks: padding is the caller's, and would be sent as well.
+    The number of ranks must divide its elements: the caller pads, and padding is sent as well.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if buffer.numel() % ranks or not buffer.is_contiguous():
@@ -64,18 +64,18 @@ def ring_all_reduce(buffer: Tensor, watch: Callable[[RingStep], None] | None = N
 
 
 class ShownRing(NamedTuple):
-    """One rank's ring all-reduce of a buffer that shows which ranks' parts are in a sum."""
+    """One rank's ring all-reduce of a buffer that shows which ranks' parts a sum contains."""
 
     steps: list[RingStep]
     buffer_bytes: int
     sent_bytes: int
-    equal: bool  # to the library's sum, to the bit
+    equal: bool  # to the library's sum, bit by bit
 
 
 def show_ring(device: torch.device) -> ShownRing:
-    """Rank r's buffer holds 2^r everywhere, so that a partial sum says whose parts it has: 5 is those of ranks 0 and 2.
+    """Rank r's buffer is filled with 2^r, so a partial sum tells whose parts it has: 5 is ranks 0 and 2.
 
-    Such sums are exact in any order, so the library's must be the same.
+    Such sums are exact in any order, so the library's result must be identical.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     buffer = torch.full((ranks * 4,), 2.0**rank, dtype=torch.float64, device=device)

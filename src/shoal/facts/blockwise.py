@@ -1,12 +1,12 @@
-"""States in 8 bits, block by block (``recipe.states = "int8"``): where blocks lie, and which cuts of a matrix they
-bear.
+"""Blockwise 8-bit optimizer states (``recipe.states = "int8"``): where blocks lie, and which splits of a matrix
+respect them.
 
-The elements of a block share a scale, so a block must not be cut. Blocks lie in rows and depend on nothing but the
-shape of the whole matrix: every layout has the same ones. Rows are what ``zero=3`` and column-wise tensor ranks cut
-between; buckets of ``zero=1|2`` are cut between blocks; row-wise tensor ranks cut a row into equal parts, up to
-``ROW_CUTS``.
+The elements of a block share a scale, so no split may cut a block. Blocks lie within rows and depend only on the shape
+of the whole matrix, so they are the same in every layout. ``zero=3`` and column-wise tensor parallelism split between
+rows; buckets of ``zero=1|2`` are split between blocks; row-wise tensor parallelism splits a row into equal parts, up
+to ``ROW_CUTS``.
 
-Vectors, which norms and biases are, have no blocks: their moments are fp32.
+Vectors (norms and biases) have no blocks: their moments are fp32.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.model.tensor_split import tensor_part
 
-# Elements of a block, at most; its scale is a byte.
+# The most elements per block; its scale is one byte.
 LONGEST_BLOCK = 256
-# Into so many equal parts, as far as it divides, a row may be cut without cutting a block.
+# A row may be split into this many equal parts, where the division is exact, without cutting a block.
 ROW_CUTS = 8
-# The scales of AdamW's two moments, beside them.
+# Names of the scales of AdamW's two moments.
 SCALE_OF = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 SCALES = tuple(SCALE_OF.values())
-# Bytes of an element of a moment, without the scale; of a vector's.
+# Bytes per element of a moment without its scale, and of a vector's.
 CODE_BYTES, VECTOR_BYTES = 1, 4
 
 
 @lru_cache(maxsize=1024)
 def block_length(shape: tuple[int, ...]) -> int | None:
-    """Of a parameter of this shape, which is the whole one's; None: it has no blocks."""
+    """The block length for a whole parameter of this shape; None: it has no blocks."""
     if len(shape) < 2:
         return None
     part = shape[-1] // gcd(shape[-1], ROW_CUTS)
@@ -39,14 +39,14 @@ def block_length(shape: tuple[int, ...]) -> int | None:
 
 
 def moment_bytes(shape: tuple[int, ...], elements: int) -> int:
-    """Of one of AdamW's moments, of so many elements of such a parameter."""
+    """Bytes of one of AdamW's moments, for this many elements of such a parameter."""
     block = block_length(shape)
     return VECTOR_BYTES * elements if block is None else CODE_BYTES * elements + elements // block
 
 
 @lru_cache(maxsize=1024)
 def cuts_a_block(model: Model, tp: int) -> str | None:
-    """The first matrix of which so many tensor ranks would cut a block; None: of no matrix."""
+    """The first matrix of which ``tp`` tensor ranks would cut a block, or None."""
     for one in llama_parameters(model):
         block = block_length(one.shape)
         if block is None or one.split != "row":

@@ -10,41 +10,42 @@ from shoal.facts.optimizers import Rule, states_per_element
 from shoal.facts.precision import COMPUTE_BYTES, MOMENT_BYTES, REDUCE_BYTES, STATE_BYTES
 from shoal.facts.recipe import Precision, Recipe
 
-# An average of weights is fp32 whatever these rest in: its steps are small.
+# The weight average (EMA) is fp32 whatever the weights' precision, because its updates are small.
 AVERAGE_BYTES = 4.0
 
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """Bytes a trained parameter, unless said otherwise."""
+    """Bytes per trained parameter, unless noted."""
 
-    weight: float  # at rest
+    weight: float  # as stored
     gradient: float
-    moments: float  # all optimizer states but the master copy; of a matrix of the hidden layers (facts/optimizers.py)
-    master: float  # the copy that the optimizer updates, where the network reads a narrower one
-    compute: int  # a value of the computation: activations, and weights where they are used
-    reduce: int  # a gradient on its way between ranks
+    moments: float  # other optimizer states; for a hidden layer's matrix (facts/optimizers.py)
+    master: float  # the copy that the optimizer updates, if the network reads a narrower one
+    compute: int  # per value in the compute precision: activations, and weights as used
+    reduce: int  # a gradient in a reduction
 
     @property
     def cast(self) -> bool:
-        """Whether a weight is copied into the compute precision where it is used."""
+        """Whether a weight is cast to the compute precision on use."""
         return self.weight != self.compute
 
     @property
     def wide(self) -> int:
-        """What norms, rotations and the loss are computed in: at least fp32."""
+        """The precision of norms, rotations and the loss: at least fp32."""
         return max(self.compute, 4)
 
     @property
     def frozen(self) -> float:
-        """A weight that is not trained rests as it is used, and no wider than others rest."""
+        """A frozen weight: stored as used, and no wider than trained weights."""
         return min(self.compute, max(self.weight, self.master))
 
 
 def takes_narrow_gradients(precision: Precision, optimizer: str) -> bool:
-    """Whether gradients may rest as they are computed, where nothing is added to them.
+    """Whether gradients may stay in the compute precision if nothing is accumulated.
 
-    Those of fp16 carry the loss scale, without which they would vanish; torch's SGD wants them as wide as its states.
+    Not fp16's, which carry the loss scale and would vanish without it; nor with torch's SGD, which needs them as wide
+    as its states.
     """
     return precision in ("bf16", "fp8") and optimizer == "adamw"
 
@@ -52,8 +53,8 @@ def takes_narrow_gradients(precision: Precision, optimizer: str) -> bool:
 def bytes_per_parameter(
     recipe: Recipe, stack: Stack, sharded: bool = False, one_pass: bool = False
 ) -> BytesPerParameter:
-    """Of a recipe, as a stack keeps them. ``sharded``: parameters rest in shards. ``one_pass``: as ``Layout`` says."""
-    # By what matters of the recipe, which is quicker to look up than all of it.
+    """For a recipe on a stack. ``sharded``: parameters are stored as shards. ``one_pass``: as in ``Layout``."""
+    # Keyed by the relevant recipe fields, which hash faster than the whole recipe.
     return _bytes_per_parameter(
         recipe.precision,
         recipe.states,
@@ -83,7 +84,7 @@ def _bytes_per_parameter(
         return BytesPerParameter(8, 8, 8 * (kept + average), 0, 8, 8)
     state, kept_bytes = STATE_BYTES[states], MOMENT_BYTES[states] * kept + AVERAGE_BYTES * average
     if stack.weights == "master":
-        # Gradients beside a master copy travel as they are.
+        # With master weights, gradients are reduced in their own precision.
         gradient = stack.gradient_bytes or compute
         if stack.sums_gradients:
             gradient = max(compute, REDUCE_BYTES[reduce])

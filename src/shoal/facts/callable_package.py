@@ -1,6 +1,6 @@
-"""Let a package be called: ``shoal.plan`` and ``shoal.predict`` are packages and the library's functions at once.
+"""Make packages callable: ``shoal.plan`` and ``shoal.predict`` are packages and library functions at once.
 
-Plain functions of these names would not last: importing a package puts it in their place.
+Plain functions under these names would be replaced as soon as the package is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def make_callable(package: str, function: str) -> None:
-    """A call of ``package`` calls ``function`` ("module:name"), which is imported then."""
+    """Make ``package`` callable as ``function`` ("module:name"), imported on the first call."""
 
     class CallablePackage(ModuleType):
         def __call__(self, *arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The names of collectives: one for each operation, however torch, NCCL or gloo spell it."""
+"""Canonical names of collectives, for any spelling by torch, NCCL or gloo."""
 
 from __future__ import annotations
 
-# Letters that a name has to hold, longer ones first: a reduce-scatter is neither a reduce nor a scatter.
+# Substrings of names, longer ones first: a reduce-scatter is neither a reduce nor a scatter.
 _SPELLINGS = {
     "reducescatter": "reduce_scatter",
     "allreduce": "all_reduce",
@@ -21,7 +21,7 @@ _SPELLINGS = {
 def collective(name: str) -> str | None:
     """``all_reduce`` for ``allreduce_coalesced``, ``nccl:all_reduce`` or ``ncclDevKernel_AllReduce_Sum_bf16``.
 
-    None where the name tells of no collective.
+    None if the name is not a collective's.
     """
     letters = "".join(letter for letter in name.lower() if letter.isalpha())
     return next((known for spelling, known in _SPELLINGS.items() if spelling in letters), None)

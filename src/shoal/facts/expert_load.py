@@ -1,5 +1,5 @@
-"""How tokens spread over ranks that hold different experts: the busiest of them sets the pace; and over how many nodes
-those of one token are.
+"""Expert load: how unevenly tokens spread over expert ranks, where the busiest sets the pace, and over how many nodes
+a token's experts spread.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from math import comb
 
 from shoal.facts.model import Experts
 
-# Times an even share, of a micro-batch and layer. An assumption, for no run of many expert ranks was measured here: a
-# router that balances by a correction keeps single experts within some 4 % over whole batches (DeepSeek's loss-free
-# balancing), one that balances by a loss alone lets the busiest have half as much again, and a rank's several experts
-# even out some of what a micro-batch adds to that.
+# The busiest rank's load relative to an even share, per micro-batch and layer. An assumption, since no run with many
+# expert ranks was measured here: a router with bias correction keeps single experts within some 4 % over whole batches
+# (DeepSeek's loss-free balancing), one with a balance loss alone lets the busiest have half as much again, and
+# averaging over a rank's experts evens out some of a micro-batch's extra imbalance.
 BUSIEST = 1.1
 
 
 def busiest(ep: int) -> float:
-    """What the busiest of ``ep`` ranks is sent, in even shares. A rank that has all experts has all their tokens."""
+    """The busiest of ``ep`` ranks' load in even shares. A single rank with all experts has all tokens."""
     return BUSIEST if ep > 1 else 1.0
 
 
 def crossing(experts: Experts, tokens: int, nodes: int) -> int:
-    """How many tokens are sent to nodes, once to each that has an expert of theirs: what even routing comes to."""
+    """Number of tokens sent to other nodes, counted once per node with an expert of theirs, under even routing."""
     return round(tokens * reached(experts, nodes))
 
 
 def reached(experts: Experts, nodes: int) -> float:
-    """Nodes that have experts of one token, of so many with equal parts of them: the mean over all choices that the
-    router may make.
-    """
+    """The mean number of nodes, out of ``nodes`` with equal shares of the experts, that hold experts of one token."""
     groups = experts.groups if experts.active_groups < experts.groups else 1
     return _reached(experts.count, experts.active, groups, experts.active_groups, nodes)
 
@@ -54,5 +52,5 @@ def _reached(count: int, active: int, groups: int, active_groups: int, nodes: in
 
 
 def _hit(drawn: int, some: int, active: int) -> float:
-    """How likely it is that of so many that are drawn from ``drawn`` at least one is one of ``some``."""
+    """The probability that ``active`` draws out of ``drawn`` hit at least one of ``some``."""
     return 1 - comb(drawn - some, active) / comb(drawn, active)

@@ -1,4 +1,4 @@
-"""Ledger: bytes that one rank holds at the peak of a step, by category."""
+"""The memory ledger: bytes that one rank holds at the peak of a step, by category."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
-# What is tracked by itself and is a part of a category.
+# Tracked separately, but part of a category.
 PART_OF = {"messages": "buffers"}
-# What waits in the host's memory: no part of what the device holds, also where both are one memory.
+# Bytes in host memory: never part of device memory, even if both are the same memory.
 HOST = "host"
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The first six add up to ``peak_allocated``; what comes on top of it is a band."""
+    """The first six add up to ``peak_allocated``; what the device needs on top is a range."""
 
-    params: int  # weights at rest
-    grads: int  # gradients that add up or wait for the update
-    optimizer: int  # its states, master weights included
-    activations: int  # what backward passes still need, their gradients on the way, the batch itself
+    params: int  # stored weights
+    grads: int  # gradients that accumulate or wait for the update
+    optimizer: int  # its states, including master weights
+    activations: int  # saved for backward passes, gradients in flight within them, and the batch itself
     logits: int
-    buffers: int  # weights gathered or cast, gradients on their way, messages between stages, tokens between experts
+    buffers: int  # gathered or cast weights, gradients being reduced, messages between stages, tokens between experts
     peak_allocated: int
-    reserved: int  # as the allocator holds it, with libraries' workspaces and what fragments
-    device_total: int  # with the context and the communicators
-    device_p90: int  # the same at the 90th percentile of fragmentation, which has to fit
+    reserved: int  # by the allocator, with libraries' workspaces and fragmentation
+    device_total: int  # with the CUDA context and communicators
+    device_p90: int  # the same at the 90th percentile of fragmentation, which must fit
     capacity: int
-    worst_stage: int  # the rank of the pipeline that this is
+    worst_stage: int  # the pipeline rank that this ledger is for
     master: int = 0  # of ``optimizer``, the fp32 copies of half-precision weights
     instant: str = ""  # the moment of the step
-    host: int = 0  # waiting in the host's memory
-    host_capacity: int = 0  # a device's share of it
-    nvme: int = 0  # and on its disks
-    nvme_capacity: int = 0  # a device's share of those
+    host: int = 0  # offloaded to host memory
+    host_capacity: int = 0  # a device's share of host memory
+    nvme: int = 0  # offloaded to disk
+    nvme_capacity: int = 0  # a device's share of the disks
 
     @property
     def fits(self) -> bool:

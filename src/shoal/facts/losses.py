@@ -1,5 +1,5 @@
-"""Losses: what each asks of data and layout, and what a step reports of it. Its code has the same name in
-``models/losses.py``.
+"""Losses: what each requires of data and layout, and what a step reports for it. ``models/losses.py`` has the code,
+under the same names.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ Format = Literal["text", "chat", "prompt", "preference"]
 
 
 class LossFacts(NamedTuple):
-    """What everyone but the loss itself needs to know of it."""
+    """What everything but the loss itself needs to know about it."""
 
-    # Sequences that are compared with each other, and so share a micro-batch.
+    # Sequences that are compared with each other, and so must share a micro-batch.
     rows: int = 1
-    # What is reported beside the loss: means over what it is a mean over.
+    # Values reported with the loss: means over the same items.
     measures: tuple[str, ...] = ()
-    # Whether it is made of tokens' log-probabilities, whose backward pass computes the logits again; otherwise its
-    # gradients are made in the forward pass.
+    # Whether it is built from tokens' log-probabilities, so that its backward pass recomputes the logits; otherwise
+    # its gradients are computed in the forward pass.
     of_log_probabilities: bool = False
-    # Whether it compares with the weights that the run began with.
+    # Whether it compares with the run's initial weights.
     reference: bool = False
-    # What ``data.format`` may be.
+    # The allowed values of ``data.format``.
     formats: tuple[Format, ...] = ("text", "chat", "prompt")
     counted: str = "token"  # what the loss is a mean over
 
@@ -42,6 +42,6 @@ LOSSES: dict[LossName, LossFacts] = {
 
 
 def mean_over(row: Mapping[str, Any]) -> str:
-    """What the loss of a row of metrics.jsonl is a mean over; rows say it by what they report."""
+    """What the loss in a row of metrics.jsonl is a mean over, judging by the row's other fields."""
     reporting = (one for one in LOSSES.values() if one.measures)
     return next((one.counted for one in reporting if row.keys() >= set(one.measures)), "token")

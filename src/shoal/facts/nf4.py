@@ -1,9 +1,9 @@
-"""NF4: frozen weights in 4 bits (QLoRA, arXiv 2305.14314), 64 of them to a scale.
+"""NF4: frozen weights in 4 bits (QLoRA, arXiv 2305.14314), with a scale per 64 values.
 
-A value is one of 16 levels, those of a normal distribution's quantiles, times the largest magnitude among 64 neighbours
-of its row. A row's bytes are its codes, two to a byte, and then its scales in fp32. So rows are on their own: a rank
-that has some of them, or whole blocks of each, has the same values. Decided here once: the engine packs so, and memory
-and traffic are priced by it.
+A value is one of 16 levels, the quantiles of a normal distribution, times the largest magnitude among 64 neighbours in
+its row. A row's bytes are its codes, two per byte, followed by its scales in fp32. Rows are independent, so a rank
+with some of them, or with whole blocks of each, has the same values. Decided once here: the engine packs this way, and
+memory and traffic are priced accordingly.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal.facts.model.tensor_split import tensor_part
 
 BLOCK = 64
 SCALE_BYTES = 4
-# Bytes of a value: half a byte, and its share of a scale.
+# Bytes per value: half a byte, plus its share of a scale.
 WIDTH = Fraction(1, 2) + Fraction(SCALE_BYTES, BLOCK)
-# The levels, as the paper's appendix has them.
+# The levels from the paper's appendix.
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -45,33 +45,33 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-# Values that are packed at a time, and where there is no kernel for it, unpacked.
+# Values packed at a time and, without a kernel, unpacked at a time.
 AT_ONCE = 1 << 20
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Whether it is one of the weights that rest so."""
+    """Whether the weight is stored in NF4."""
     return packs(parameter.name, parameter.shape)
 
 
 def packs(name: str, shape: tuple[int, ...]) -> bool:
-    """By a canonical name: a block's projections, and those of its routed experts."""
+    """By canonical name: a block's projections, and those of its routed experts."""
     return is_matrix(name, shape) or is_stack(name, shape)
 
 
 def unpacked_width(packed: int) -> int:
-    """Values in a row of so many bytes."""
-    # In whole numbers: torch 2.11 compiles no fraction.
+    """Values in a row of this many bytes."""
+    # In integers, since torch 2.11 cannot compile fractions.
     return packed * BLOCK // (BLOCK // 2 + SCALE_BYTES)
 
 
 def packed_width(values: int) -> int:
-    """Bytes of a row of so many values, which are whole blocks."""
+    """Bytes of a row with this many values, in whole blocks."""
     return int(values * WIDTH)
 
 
 def cut_blocks(model: Model, layout: Layout) -> Iterator[str]:
-    """Projections of which tensor ranks would have parts of a block of 64 values."""
+    """Projections of which tensor ranks would cut a block of 64 values."""
     for parameter in (
         *block_parameters(model, False),
         *block_parameters(model, True),

@@ -8,20 +8,18 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-# What is told of one mistake, and of how many: a file may have a million, and a value may be a million letters long.
+# Limits on the length of one message and on their number: a file may have a million errors, a value a million letters.
 LONGEST = 4000
 MOST_PROBLEMS = 50
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what we were given, and what would put it right."""
+    """One problem with the input, and its fix."""
 
     what: str
     fix: str = ""
-    where: str | None = (
-        None  # FILE:LINE, --set KEY, a flag; or a config's key, until that says where it was written
-    )
+    where: str | None = None  # FILE:LINE, --set KEY, a flag; or a config key, until its origin is known
 
     def shortened(self) -> Problem:
         where = self.where and shorten(self.where, LONGEST)
@@ -44,12 +42,12 @@ class BadInput(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[BadInput], tuple[tuple[Problem, ...]]]:
-        """Another process tells it whole, each problem with its fix."""
+        """Pickle all problems with their fixes, for another process."""
         return BadInput, (self.problems,)
 
 
 def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
-    """What ``look`` finds; else None, and why, under the key that asked for it."""
+    """The result of ``look``; on failure None, with the problem recorded under the key that requested it."""
     try:
         return look()
     except BadInput as error:
@@ -59,7 +57,7 @@ def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; its kind where it says nothing."""
+    """The first line of its message; its type if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -69,13 +67,13 @@ def shorten(text: str, most: int) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, upper and lower case aside; None where none is, or several may be."""
+    """The known word that was probably meant, ignoring case; None if there is none, or several."""
     meant = _likely(word, known)
     return meant[0] if len(meant) == 1 else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'seed'?`` where one or two of the known words are close, else the list of them."""
+    """``did you mean 'seed'?`` if one or two known words are close, otherwise the list of them."""
     known = list(known)
     meant = _likely(word, known)
     if 1 <= len(meant) <= 2:
@@ -84,9 +82,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _likely(word: str, known: Iterable[str]) -> list[str]:
-    """Known words that a slip of the fingers turns into this one; else those that begin with it.
+    """Known words within a typo of this one; otherwise those that begin with it.
 
-    Another number is never a slip: llama3-7b is not llama3-70b, fp4 is not fp64. Nor are many slips in a short word.
+    A different number is never a typo: llama3-7b is not llama3-70b, fp4 is not fp64. Nor are many typos in a short
+    word.
     """
     word = word.lower()
     names = {name.lower(): name for name in known}
@@ -104,12 +103,12 @@ def _likely(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _digits(word: str) -> list[str]:
-    """Whatever their order: bf61 is a slip for bf16."""
+    """Sorted digits, since bf61 is a typo for bf16."""
     return sorted(letter for letter in word if letter.isdigit())
 
 
 def _slips(one: str, other: str) -> int:
-    """Letters too many, too few, wrong, or swapped with the next one."""
+    """Edit distance, counting swapped neighbours as one."""
     rows = [list(range(len(other) + 1))]
     for row, letter in enumerate(one, start=1):
         rows.append([row])

@@ -1,8 +1,8 @@
 """Redact secrets from everything that Shoal writes or prints.
 
-A secret is known by its name (the values of environment variables such as ``HF_TOKEN``), by its place (a password in a
-URL, a signature in its query, ``password=…``) or by its shape (``ghp_…``, a JSON web token, a private key). Hashes,
-numbers and paths have none of these, and stay as they are.
+A secret is recognised by name (environment variables such as ``HF_TOKEN``), by position (a password in a URL, a
+signature in its query, ``password=…``) or by form (``ghp_…``, a JSON web token, a private key). Hashes, numbers and
+paths match none of these and are kept.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ REDACTED = "[redacted]"
 
 # A shorter value could be any word or number.
 SHORTEST = 8
-# Where its name stands right beside it, less is enough.
+# Next to its name, this length is enough.
 SHORTEST_NAMED = 6
-# From here on a value is taken for a secret even inside of other letters, or if all of its letters are of one kind.
+# From this length on, a value counts as a secret even inside other text, or with characters of a single class.
 LONG = 16
 
-# Words of a variable's name.
+# Words in a variable's name.
 _SECRET_WORDS = {
     *("TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PWD", "CREDENTIAL", "CREDENTIALS"),
     *("AUTH", "AUTHORIZATION", "APIKEY", "JWT", "COOKIE", "SAS"),
 }  # fmt: skip
 _SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "APIKEY")
 _SECRET_KEY = re.compile(r"(?:^|_)KEYS?(?:_ID|_DATA|_JSON|_BASE64|_B64|_VALUE)?$")
-# Such a variable is about a secret, and holds none.
+# Variables about a secret that do not contain it.
 _HARMLESS = re.compile(
     r"^(?:OLD)?PWD$|_(?:FILE|FILES|PATH|DIR|SOCK|SOCKET|URL|URI|HOST|PORT|USER|USERNAME|NAME|TYPE|METHOD|MODE|ENDPOINT"
     r"|REGION|TTL|TIMEOUT|EXPIRES|EXPIRY|EXPIRATION)$"
 )
 
-# A backslash belongs to what follows it: in JSON and in what Python quotes, a quotation mark after one ends nothing.
+# A backslash binds the next character: in JSON and Python literals an escaped quotation mark ends nothing.
 
-# ``user:password@``. A colon with a number behind it is a port, and a later @ part of a path.
+# ``user:password@``. A colon followed by a number is a port, and a later @ belongs to a path.
 _IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]{0,256}:(?!\d{1,5}(?:[/?#]|$))((?:\\.|[^\s\\"'<>]){0,512})@""")
 _IN_QUERY = re.compile(
     r"""(?i)(?:(?<=[?&;])|(?<=::))
@@ -52,13 +52,13 @@ _IN_QUERY = re.compile(
 _HEADER = re.compile(
     r"""(?i)\b(authorization["']?\s{0,4}[:=]\s{0,4}["']?(?:(?:bearer|basic|token|digest)\s{1,4})?)[A-Za-z0-9._~+/=-]{8,}"""
 )
-# A name and what separates it from its value: ``HF_TOKEN=``, ``"password": "``. And the value: what goes on with a
-# bracket is code that computes one.
+# A name and its separator: ``HF_TOKEN=``, ``"password": "``; and the value: one that continues with a bracket is code
+# that computes it.
 _NAME = re.compile(r"""(?<![A-Za-z0-9_-])([A-Za-z][A-Za-z0-9_-]{2,}+)["']?\s{0,4}[:=]\s{0,4}["']?""")
 _VALUE = re.compile(r"""(?:\\.|[^\s\\"'`,;&<>()\[\]{}]){6,}+(?![\[(])""")
-# In JSON a number stands without quotes, and is no secret: what took its place would not be JSON.
+# A JSON number stands without quotes and is not a secret; replacing it would break the JSON.
 _JSON_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|Infinity)")
-# In small letters "token" is a word of our trade.
+# In lower case, "token" is an ordinary word of our field.
 _SECRET_IN_TEXT = re.compile(
     r"password|passwd|passphrase|secret|(?:api|access|private|account)[_-]?key|(?:auth|access|refresh|bearer|api)[_-]?token",
     re.IGNORECASE,
@@ -83,7 +83,7 @@ _SHAPES = re.compile(
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of that name is for a secret: ``HF_TOKEN`` is, ``TOKENIZERS_PARALLELISM`` is not."""
+    """Whether a variable's name indicates a secret: ``HF_TOKEN`` does, ``TOKENIZERS_PARALLELISM`` does not."""
     name = name.upper()
     if _HARMLESS.search(name):
         return False
@@ -93,27 +93,27 @@ def is_secret_name(name: str) -> bool:
 
 
 def holds_password(value: str) -> bool:
-    """Whether a URL brings its own credentials: a password, or a signature that is as good as one."""
+    """Whether a URL contains credentials: a password, or a signature that is as good as one."""
     return bool(re.search("://|::", value) and (_IN_URL.search(value) or _IN_QUERY.search(value)))
 
 
 def harmless(value: str) -> str:
-    """What may be told of a value that was refused: as far as it is a plain name or path, and no further."""
+    """The part of a rejected value that may be shown: a plain name or path, and nothing more."""
     plain = re.match(r"[\w./~ -]{0,60}(?:://[\w./~ -]{0,60})?", value)
     shown = plain[0] if plain else ""
-    # Before an @ stands a user name, and possibly a password.
+    # Before an @ there is a user name, and possibly a password.
     if "@" in value:
         shown = value.partition("://")[0] if "://" in value[: len(shown) + 3] else ""
     return repr(shown if shown == value else f"{shown}…")
 
 
 class Redactor:
-    """Takes secrets out of text. What they are is read from an environment once, so it can be kept for many texts."""
+    """Removes secrets from text. It reads them from an environment once, so it can be reused."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """``environment``: by default that of this process."""
+        """``environment``: by default this process's."""
         secrets = set(_secrets(os.environ if environment is None else environment))
-        # The longest first: one may be part of another.
+        # Longest first, since one may contain another.
         known = sorted(secrets, key=len, reverse=True)
         self._known = re.compile("|".join(map(_found_as, known))) if known else None
 
@@ -131,7 +131,7 @@ class Redactor:
         return text
 
     def values(self, value: Any) -> Any:
-        """The same dictionaries and lists with every text in them redacted; numbers are not secret."""
+        """The same dictionaries and lists with every text redacted; numbers are not secret."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -142,17 +142,17 @@ class Redactor:
 
 
 def redact(text: str) -> str:
-    """``text`` without what this process knows to be a secret, or takes for one."""
+    """``text`` without known or suspected secrets."""
     return Redactor().text(text)
 
 
 def redact_values(value: Any) -> Any:
-    """The same of every text in dictionaries and lists."""
+    """The same for every text in dictionaries and lists."""
     return Redactor().values(value)
 
 
 def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
-    """What the environment says is secret, in every way that it may be written."""
+    """The environment's secrets, in every form in which they may be written."""
     for name, value in environment.items():
         found = [value] if is_secret_name(name) and not _is_path(value) else []
         if "://" in value:
@@ -166,14 +166,14 @@ def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_hard_to_guess(value: str, shortest: int) -> bool:
-    """Not a word or a number, which would be found in any output."""
+    """Whether it is not an ordinary word or number, which would match any output."""
     kinds = (str.islower, str.isupper, str.isdigit, lambda letter: not letter.isalnum())
     several = sum(any(map(kind, value)) for kind in kinds) > 1
     return len(value) >= LONG or (len(value) >= shortest and several)
 
 
 def _is_path(value: str) -> bool:
-    """GOOGLE_APPLICATION_CREDENTIALS names a file. As a key may begin with a slash too, the file must be there."""
+    """GOOGLE_APPLICATION_CREDENTIALS names a file. Since a key may begin with a slash too, the file must exist."""
     try:
         return value.startswith(("/", "~")) and Path(value).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -187,7 +187,7 @@ def _found_as(secret: str) -> str:
 
 
 def _without_named(text: str) -> str:
-    """``text`` without values that stand beside the name of a secret."""
+    """``text`` without values next to a secret's name."""
     parts, done = [], 0
     for match in _NAME.finditer(text):
         name, start = match[1], match.end()
@@ -197,7 +197,7 @@ def _without_named(text: str) -> str:
             continue
         if match[0].rstrip().endswith('":') and _JSON_NUMBER.fullmatch(value[0]):
             continue
-        # ``secret_key=self.secret_key`` is a line of code, as tracebacks quote them.
+        # ``secret_key=self.secret_key`` is code, as quoted in tracebacks.
         if "." in value[0] and value[0].replace(".", "_").isidentifier():
             continue
         parts += [text[done:start], REDACTED]
@@ -205,7 +205,7 @@ def _without_named(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-# Control codes but for the line break and the tab, both sets of them; and marks that turn the direction of writing.
+# Control codes of both sets, except line break and tab; and marks that change the writing direction.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

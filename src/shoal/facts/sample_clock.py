@@ -1,4 +1,4 @@
-"""The clock of a run: how many samples its steps use, and have used before each."""
+"""The sample clock of a run: how many samples each step uses, and how many were used before it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SampleClock:
-    """``batch`` samples a step; before that, fewer or more of them while ``ramp`` lasts.
+    """``batch`` samples per step, preceded by fewer or more of them during the ``ramp``.
 
-    Each stage of the ramp has a batch and the number of samples of the run at which it ends; the step in which that is
-    reached is its last. All follows from the step alone, so a resume and another layout find the same samples.
+    Each ramp stage has a batch and the number of samples at which it ends; the step that reaches it is its last.
+    Everything follows from the step alone, so a resume or another layout finds the same samples.
     """
 
     batch: int
@@ -22,12 +22,12 @@ class SampleClock:
         return self._find(step)[0]
 
     def before(self, step: int) -> int:
-        """Samples that were used before a step."""
+        """Samples used before a step."""
         batch, first, samples = self._find(step)
         return samples + (step - first) * batch
 
     def steps_of(self, samples: int) -> int:
-        """The first step before which so many samples are used up, less one: steps that use at least so many."""
+        """The number of steps needed to use at least this many samples."""
         steps, used = 0, 0
         for batch, until in (*self.ramp, (self.batch, samples)):
             here = max(0, -(-(min(until, samples) - used) // batch))
@@ -35,11 +35,11 @@ class SampleClock:
         return steps
 
     def steps_for_epochs(self, epochs: float, samples: int) -> int:
-        """Steps that go through so many samples so often."""
+        """The number of steps for this many epochs over ``samples``."""
         return self.steps_of(math.ceil(epochs * samples))
 
     def _find(self, step: int) -> tuple[int, int, int]:
-        """The batch of a step, the first step that had it, and the samples used before that."""
+        """A step's batch, the first step with that batch, and the samples used before that first step."""
         first, used = 1, 0
         for batch, until in self.ramp:
             here = max(0, -(-(until - used) // batch))

@@ -1,8 +1,8 @@
-"""Which boxes of which tensors a checkpoint has of an optimizer's state, by the recipe that it was trained with.
+"""Which parts of which tensors a checkpoint contains for an optimizer's states, given the recipe.
 
-Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns and for scales of blocks (int8):
-these are of canonical matrices, since a tensor of Hugging Face's may be several of ours (fused projections) or one of
-ours transposed.
+Names and shapes are Hugging Face's, except for Adafactor's row and column means and for block scales (int8): these
+belong to canonical matrices, because a Hugging Face tensor may be several of ours (fused projections) or a transposed
+one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ StoredBox = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Keeps:
-    """What of a recipe decides which parameters have which states."""
+    """The recipe fields that decide which parameters have which states."""
 
     optimizer: Rule = "adamw"
     average: bool = False
-    blockwise: bool = False  # AdamW's moments of matrices are codes of 8 bits, with scales
-    groups: tuple[tuple[str, bool], ...] = ()  # patterns of names, and whether what they match is frozen
+    blockwise: bool = False  # AdamW's moments of matrices are 8-bit codes with scales
+    groups: tuple[tuple[str, bool], ...] = ()  # name patterns, and whether matches are frozen
 
     @classmethod
     def of(cls, recipe: Recipe) -> Keeps:
@@ -40,7 +40,7 @@ class Keeps:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Keeps:
-        """As a checkpoint has it written down; raises ValueError where that is none of ours."""
+        """From a checkpoint's stored identity; raises ValueError if it is not one of ours."""
         optimizer = identity.get("recipe.optimizer", "adamw")
         if optimizer not in RULES:
             raise ValueError(f"no optimizer is called {optimizer!r}")
@@ -55,14 +55,14 @@ class Keeps:
         return cls(optimizer, bool(identity.get("recipe.ema")), blockwise, frozen)
 
     def states(self, name: str, dimensions: int) -> tuple[str, ...]:
-        """Of a canonical parameter."""
+        """The states of a canonical parameter."""
         if self.frozen(name):
             return ()
         scales = SCALES if self.has_blocks(name, dimensions) else ()
         return (*states_of(self.optimizer, name, dimensions), *scales, *((AVERAGE,) if self.average else ()))
 
     def frozen(self, name: str) -> bool:
-        """Whether a canonical parameter is not trained: the first pattern that matches decides."""
+        """Whether a canonical parameter is frozen: the first matching pattern decides."""
         return next((still for match, still in self.groups if fnmatchcase(name, match)), False)
 
     def has_blocks(self, name: str, dimensions: int) -> bool:
@@ -76,7 +76,7 @@ class Keeps:
 
 
 def expected_states(model: Model, keeps: Keeps) -> tuple[str, ...]:
-    """All that some parameter has."""
+    """All states that any parameter has."""
     found = (keeps.states(one.name, len(one.shape)) for one in llama_parameters(model))
     return tuple(dict.fromkeys(state for states in found for state in states))
 
@@ -98,6 +98,6 @@ def stored_boxes(model: Model, keeps: Keeps, state: str) -> dict[str, list[Store
 
 
 def factored_shape(model: Model, state: str, name: str) -> tuple[int, ...] | None:
-    """Of a mean over rows or columns, or of scales, of a canonical matrix; None where there is no such matrix."""
+    """The shape of a canonical matrix's row or column means, or of its scales; None if there is no such matrix."""
     found = by_name(model).get(name)
     return None if found is None or len(found.shape) < 2 else factor_shape(found.shape, state)

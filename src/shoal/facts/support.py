@@ -1,4 +1,4 @@
-"""What the engine runs today; a config that asks for more is refused before anything is spawned."""
+"""What the engine supports today; a config that asks for more is rejected before anything is spawned."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ON_HOST = ("adamw", "sgd")
 
 
 def check(config: Config, model: Model, layout: Layout) -> None:
-    """Raise one ``BadInput`` that holds everything asked for that the engine does not run yet."""
+    """Raise one ``BadInput`` with everything requested that the engine does not run yet."""
     problems = missing(config, model, layout)
     if problems:
         raise BadInput(problems)
 
 
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
-    """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
+    """Everything requested that the engine does not run yet. ``model`` is None if none was found."""
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
     found += _in_backward(config, layout) if config.tune.optimizer_in_backward else ()
     found += _with_frozen(config, model, layout) if config.recipe.freezes else ()
@@ -52,7 +52,7 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
 
 
 def refuse_servers(config: Config, command: str) -> None:
-    """For commands whose ranks are those of a layout: without servers they would judge another run than this one."""
+    """For commands whose ranks are those of a layout: they ignore servers, so they would judge a different run."""
     if config.server.servers:
         raise BadInput(
             f"server.servers = {config.server.servers}: {command} knows ranks of a layout, and no parameter server",
@@ -61,7 +61,7 @@ def refuse_servers(config: Config, command: str) -> None:
 
 
 def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iterator[Problem]:
-    """What a parameter server does not go with: workers are replicas, and each decides for itself."""
+    """What a parameter server cannot be combined with: workers are independent replicas."""
     others = [axis for axis in DEGREES if axis != "dp" and getattr(layout, axis) > 1]
     if others:
         batch = config.recipe.batch
@@ -73,7 +73,7 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
             "layout",
         )
     if model is not None and model.experts is not None:
-        # Their routers' losses and corrections are those of a whole step, which no worker sees.
+        # Routers' losses and corrections need a whole step, which no worker sees.
         yield Problem(
             f"server.servers with the experts of {model.name}",
             "server.servers = 0, or a model without experts",
@@ -119,13 +119,13 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
         value = printed(getattr(layout, one.key))
         yield f"layout: {one.key}={value}", f"{one.key}={one.off}{run if one.key in DEGREES else ''}"
     if layout.recompute == "none" and any(part.what == "activations" for part in layout.offload):
-        # Every activation would travel, several times what the device computes meanwhile hides.
+        # All activations would be transferred, several times what the computation can hide.
         what = "layout: offload=activations with recompute=none"
         yield what, "recompute=full, or selective; only what such blocks keep is offloaded"
 
 
 def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
-    """What an update on the host's cores does not go with."""
+    """What a host update cannot be combined with."""
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"
@@ -137,10 +137,10 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     if recipe.ema:
         yield f"{updated} recipe.ema", "recipe.ema = 0"
     if recipe.precision == "fp16":
-        # What is sent away still has the loss scale.
+        # Offloaded gradients still carry the loss scale.
         yield f'{updated} recipe.precision = "fp16"', 'recipe.precision = "bf16"'
     if recipe.precision == "fp8" and waiting(layout.offload, "params") is not None:
-        # Scales are taken of weights after every update, on the device.
+        # fp8 scales are computed from weights on the device after every update.
         yield 'layout: offload=params with recipe.precision = "fp8"', "offload=optimizer"
     if config.run.strict:
         yield f"{updated} run.strict", "run.strict = false"
@@ -149,7 +149,7 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def of_another_loss(config: Config) -> Iterator[Problem]:
-    """Rows that the loss does not read. A prepared data set says itself what it holds."""
+    """Rows in a format that the loss does not read. A prepared data set carries its own format."""
     loss, allowed = config.recipe.loss, config.recipe.loss_facts.formats
     for form in dict.fromkeys(part.format for part in config.data.parts):
         if form not in allowed:
@@ -162,8 +162,8 @@ def of_another_loss(config: Config) -> Iterator[Problem]:
 
 
 def _in_backward(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
-    """What an update in the backward pass does not go with: whatever has to see all gradients before the first update,
-    and whatever adds to gradients after it."""
+    """What an update in the backward pass cannot be combined with: anything that needs all gradients before the first
+    update, or adds to gradients afterwards."""
     early, recipe = "tune.optimizer_in_backward", config.recipe
     if recipe.clip:
         yield (
@@ -206,7 +206,7 @@ def _in_backward(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
-    """What groups that are frozen do not go with; what is left must be enough to train."""
+    """What frozen groups cannot be combined with; enough must remain to train."""
     still, recipe = "recipe.groups: frozen = true", config.recipe
     if config.model.lora is not None:
         yield f"{still} with model.lora, which freezes all weights", "leave out one of them"
@@ -232,7 +232,7 @@ def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterato
 
 
 def _with_blocks(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
-    """What moments in 8 bits do not go with: what updates without knowing of blocks."""
+    """What 8-bit moments cannot be combined with: updates that ignore blocks."""
     lean = 'recipe.states = "int8"'
     if config.recipe.optimizer != "adamw":
         yield f'{lean} with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.states = "bf16"'
@@ -243,13 +243,13 @@ def _with_blocks(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
-    """Groups of parameters that no parameter is in."""
+    """Recipe groups that match no parameter."""
     if not config.recipe.groups:
         return
     names = [one.name for one in llama_parameters(model)]
     for number, group in enumerate(config.recipe.groups):
         if not any(map(group.matches, names)):
-            # Blocks are alike, so those of one stand for all of them.
+            # Blocks are alike, so the first one's names stand for all.
             shown = [one for one in names if not one.startswith(BLOCKS) or one.startswith(f"{BLOCKS}0.")]
             near = get_close_matches(group.match, shown, 3, 0.3) or shown[:3]
             yield Problem(
@@ -260,7 +260,7 @@ def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
 
 
 def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
-    """Targets of adapters that no block has."""
+    """Adapter targets that no block has."""
     every = (*block_parameters(model, False), *block_parameters(model, True))
     projections = list(
         dict.fromkeys(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
@@ -300,18 +300,18 @@ def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:
     if config.recipe.batch_ramp and (config.recipe.router_aux or config.recipe.router_z):
-        # Routers' losses are means over a batch whose size the network is built with.
+        # Router losses are means over a batch size that is fixed when the network is built.
         yield "recipe.batch_ramp with recipe.router_aux or recipe.router_z", "leave one of them out"
     if config.run.strict and config.recipe.precision in ("fp16", "fp8"):
-        # One's scale of the loss, the other's of activations, depend on what else is in a batch.
+        # fp16's loss scale and fp8's activation scales depend on the rest of the batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
     if config.run.strict and config.recipe.states != "fp32" and config.recipe.precision == "fp32":
-        # One process rounds a gradient to bf16 before the exact sum, ranks that shard it after.
+        # One process rounds a gradient to bf16 before the exact sum, sharded ranks after it.
         what = f'run.strict with recipe.states = "{config.recipe.states}" and recipe.precision = "fp32"'
         yield what, 'recipe.states = "fp32"'
     if config.run.strict and config.recipe.optimizer == "adafactor":
-        # Its means over rows and columns are sums of what ranks have, in the order of these.
+        # Adafactor's row and column means are sums in the order of ranks' parts.
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
     if config.recipe.loss_facts.of_log_probabilities and config.recipe.z_loss:
         yield f'recipe.z_loss with recipe.loss = "{config.recipe.loss}"', "recipe.z_loss = 0"
@@ -320,7 +320,7 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
     if config.model.lora is not None and config.recipe.optimizer in WHOLE:
         yield f'model.lora with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.optimizer = "adamw"'
     if config.model.lora is not None and config.recipe.precision == "fp8":
-        # Adapters are narrower than what fp8's products take.
+        # Adapters are narrower than fp8 products support.
         yield 'model.lora with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.model.lora is not None and config.server.servers:
         yield "model.lora with server.servers", "server.servers = 0"

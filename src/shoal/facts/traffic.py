@@ -33,7 +33,7 @@ def show_ranks(ranks: Sequence[int]) -> str:
 
 
 def read_ranks(shown: str) -> list[int]:
-    """The ranks that ``name_ranks`` wrote; none where a group has a name instead."""
+    """Parse the output of ``name_ranks``; empty if a group has a name instead."""
     if spaced := re.fullmatch(r"ranks (\d+)-(\d+)(?: by (\d+))?", shown):
         first, last, step = spaced.groups("1")
         return list(range(int(first), int(last) + 1, int(step)))

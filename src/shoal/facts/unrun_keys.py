@@ -1,6 +1,6 @@
-"""Keys and values of a config that the engine refuses whatever else it is asked: found by asking it.
+"""Config keys and values that the engine rejects in any combination, found by trying them.
 
-A change that teaches the engine one of them (``facts/support.py``, ``facts/strategies.py``) needs none here.
+When the engine learns one of them (``facts/support.py``, ``facts/strategies.py``), nothing changes here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.facts.layout import Layout
 
 @cache
 def unrun_keys() -> dict[str, str]:
-    """By dotted key, what of it is not run: empty where nothing of it is, else the values."""
+    """By dotted key: the values that are not supported; empty if none of the key is."""
     marks: dict[str, str] = {}
     for key in flatten(Config()):
         field = find_field(key)
@@ -34,7 +34,7 @@ def unrun_keys() -> dict[str, str]:
 
 
 def _values(field: FieldInfo) -> Iterator[Any]:
-    """What may be asked for under a key, one at a time."""
+    """Possible values of a key, one at a time."""
     kind, table = type_of(field), table_of(field)
     if kind is bool:
         yield True
@@ -45,7 +45,7 @@ def _values(field: FieldInfo) -> Iterator[Any]:
 
 
 def _is_refused(key: str, value: Any) -> bool:
-    """Whether that alone is: not a pair of settings that do not go together."""
+    """Whether this alone is rejected, not a combination of settings."""
     section, _, name = key.rpartition(".")
     given = {name: value} if value != {} else {name: {}}
     try:

@@ -1,7 +1,7 @@
-"""Where a tensor comes from: the module and pass that made it, and so its category.
+"""Attribute a tensor to the module and pass that created it, and so to a memory category.
 
-In the forward pass that is the module being called. In the backward pass autograd runs nodes that a module's forward
-pass has made; nodes are numbered as they are made, so a node's number tells the module.
+In the forward pass that is the module being called. In the backward pass autograd runs nodes created by a module's
+forward pass; nodes are numbered in order of creation, so a node's number identifies the module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.observe.collectives import group_of_call
 from shoal.observe.source_lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors
 
-# What code makes, by the place that it is in: the innermost one on the stack that is listed here decides.
+# Categories by code location: the innermost frame on the stack that is listed here decides.
 PLACES = {
     **{
         place if place.startswith("torch/") else f"shoal/{place}": one.memory
@@ -32,36 +32,37 @@ PLACES = {
     "shoal/train/optimizer.py": "buffers",
     "torch/optim/": "buffers",
 }
-# Whole gradients that FSDP adds up over the micro-batches of a pipeline.
+# Full gradients that FSDP accumulates over the micro-batches of a pipeline.
 ADDED_UP = "to_accumulated_grad_if_needed"
-# What a pipeline sends becomes a message, whatever it was before. Others send what they hold for another reason.
+# What a pipeline sends becomes a message, whatever it was before. Others send tensors that they hold for another
+# reason.
 SENDS = ("c10d::send", "c10d::batch_p2p_ops")
 OF_WEIGHTS = {"params", "buffers", "grads", "optimizer"}
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 GROUPED = torch.ops.aten._grouped_mm.default
-STACKED = 3  # dimensions of a grouped product of experts' tokens with each other: their weights' gradients
+STACKED = 3  # dimensions of a grouped product of tokens with each other: an expert weight gradient
 LOOKED_UP = (torch.ops.aten.embedding_dense_backward.default,)
-DEPTH = 40  # frames that are looked at
+DEPTH = 40  # stack frames to inspect
 
 
-# Says of what category a tensor is.
+# Returns a tensor's category.
 Known = Callable[[Tensor], str | None]
 
 
 class Attribution(NamedTuple):
-    """Of a tensor: its category, and the module and the pass in which it was made."""
+    """A tensor's category, and the module and pass that created it."""
 
     category: str
     module: str
     phase: str  # "forward" or "backward"
-    where: str  # the line of ours that was being carried out
+    where: str  # the line of Shoal's code that was executing
 
     def __str__(self) -> str:
         return f"{self.phase} of {self.module}" if self.module else self.phase
 
 
 class AllocatingCode(NamedTuple):
-    """Code that allocates, held so that no other takes its identity; None: what it is for says nothing of it."""
+    """Code that allocates, kept alive so that its identity stays unique; None: its purpose is unknown."""
 
     code: CodeType
     category: str | None
@@ -74,19 +75,19 @@ def _category_of(code: CodeType) -> str | None:
 
 
 class Attributions:
-    """Follows the modules of some networks while it is active, and says where a new tensor comes from."""
+    """Tracks the active modules of some networks, and says where a new tensor comes from."""
 
     def __init__(
         self, networks: Iterable[nn.Module], parameters: Iterable[Tensor], purposes: Mapping[str, str]
     ) -> None:
-        """``parameters`` are those that the networks compute with. ``purposes``: what groups of ranks are for."""
+        """``parameters``: those that the networks compute with. ``purposes``: what groups of ranks are for."""
         self._purposes = purposes
         self._names = {
             module: _short(name) for network in networks for name, module in network.named_modules()
         }
         self._parameters = list(parameters)
         self._stack: list[str] = [""]
-        # From each of these numbers on, nodes belong to the module beside it.
+        # From each of these node numbers on, nodes belong to the module next to it.
         self._numbers: list[int] = [0]
         self._owners: list[str] = [""]
         self._places: dict[int, AllocatingCode] = {}
@@ -106,7 +107,7 @@ class Attributions:
             hook.remove()
 
     def of(self, operator: Any, arguments: tuple[Any, ...], result: Tensor, known: Known) -> Attribution:
-        """Of the result of an operator that is being carried out; ``known`` tells the category of its arguments."""
+        """The attribution of an operator's result while it executes; ``known``: the category of its arguments."""
         node = current_node()
         if node is not None and len(self._stack) == 1:
             module, phase = self._owner(node), "backward"
@@ -120,7 +121,7 @@ class Attributions:
         return Attribution(category, module, phase, line_of_ours())
 
     def sent_as(self, operator: Any, arguments: tuple[Any, ...]) -> str | None:
-        """The category that its arguments have from now on; None where they stay what they are."""
+        """The new category of a sent tensor; None if it does not change."""
         if operator._schema.name not in SENDS:
             return None
         group = group_of_call(operator, arguments, {})
@@ -130,12 +131,13 @@ class Attributions:
     def _is_of_a_weight(
         self, operator: Any, arguments: tuple[Any, ...], result: Tensor, phase: str, known: Known
     ) -> bool:
-        """A weight in another precision, or its gradient on the way to where gradients are kept."""
+        """Whether the result is a cast weight, or its gradient before it reaches the gradient buffers."""
         sources = {known(tensor) for tensor in plain_tensors(arguments)}
         if not sources or sources <= OF_WEIGHTS:
             return bool(sources)
-        # A weight's gradient is the product of two activations, an input's that of one and the weight. Some schedules
-        # compute it after the backward pass, when no module is at work; the loss makes the head's in the forward pass.
+        # A weight gradient is the product of two activations, an input gradient that of one and the weight. Some
+        # schedules compute it after the backward pass, when no module is active; the loss computes the head's in the
+        # forward pass.
         late = phase == "backward" or len(self._stack) == 1 or self._stack[-1] == "lm_head"
         product = late and operator in PRODUCTS and not sources & OF_WEIGHTS
         stacked = operator is GROUPED and result.dim() == STACKED
@@ -147,7 +149,7 @@ class Attributions:
             if frame is None:
                 return None
             code = frame.f_code
-            # By identity: a code object's hash is of all that is in it, and this is asked for every frame.
+            # By identity: a code object's hash covers all of its contents, and this is looked up for every frame.
             known = self._places.get(id(code))
             if known is None:
                 known = self._places[id(code)] = AllocatingCode(code, _category_of(code))
@@ -178,12 +180,12 @@ class Attributions:
 
 
 def module_of(parameter: str) -> str:
-    """The module that a parameter belongs to, by the parameter's full name."""
+    """The module that a parameter belongs to, from the parameter's full name."""
     return _short(parameter.rpartition(".")[0])
 
 
 def _short(name: str) -> str:
-    """Without what all names begin with: the decoder itself has none, as the network around it."""
+    """Drop the common prefix of all names: the decoder's own name is empty, like the network's."""
     return f"{name}.".removeprefix("network.").removeprefix("model.").removesuffix(".")
 
 
@@ -191,21 +193,21 @@ def _either_way(tensor: Tensor) -> tuple[torch.Size, ...]:
     return (tensor.shape, tensor.shape[::-1]) if tensor.dim() == 2 else ()
 
 
-# Three private functions of torch (2.11 to 2.13): nothing public says which node the backward pass is at.
+# Three private functions of torch (2.11 to 2.13): no public API tells which node the backward pass is at.
 
 
 def current_node() -> Any:
-    """The node of the autograd graph that is being run; None outside of a backward pass."""
+    """The autograd node being executed; None outside a backward pass."""
     return torch._C._current_autograd_node()
 
 
 def next_number() -> int:
-    """The number that the next node made in this thread will have."""
+    """The number that the next node created in this thread will have."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def number_of(node: Any) -> int:
-    """Of a node; that of a parameter's own, where gradients end, is beyond all others."""
+    """A node's number; an accumulation node, where gradients end, has one beyond all others."""
     return int(node._sequence_nr())
 
 

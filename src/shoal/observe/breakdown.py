@@ -14,17 +14,17 @@ OPTIMIZER, RECOMPUTE = "optimizer", "recompute"
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """One rank's seconds. ``communication`` alone is no part of the sum: most of it may lie beside computation."""
+    """One rank's seconds. ``communication`` is not part of the sum, since most of it may overlap computation."""
 
     seconds: float
     kinds: dict[str, float]  # forward and backward computation, by kind
     recompute: float
-    optimizer: float  # all that is computed after the last backward pass: norm, clipping, update
-    bubble: float  # idle, while some stage of the pipeline is at work
-    input_wait: float  # idle, until all ranks have their batches
-    exposed: dict[str, float]  # idle, while ranks talk: by collective and, where the trace tells, by group
-    host_gaps: float  # idle for no such reason: the device waits for Python
-    communication: float  # in which ranks talk, messages between stages not counted
+    optimizer: float  # everything computed after the last backward pass: norm, clipping, update
+    bubble: float  # idle while another stage of the pipeline works
+    input_wait: float  # idle until all ranks have their batches
+    exposed: dict[str, float]  # idle while ranks communicate: by collective and, if the trace tells, by group
+    host_gaps: float  # idle for none of these reasons: the device waits for Python
+    communication: float  # total communication time, without messages between stages
 
     @property
     def compute(self) -> float:
@@ -36,7 +36,7 @@ class TimeBreakdown:
 
 
 def extents(recording: Recording) -> dict[str, Interval]:
-    """When the device was at each computation of the schedule: from its first work to the end of its last."""
+    """When the device ran each computation of the schedule: from its first kernel to the end of its last."""
     ranges = sorted((start, end, name) for name, (start, end) in recording.instructions.items())
     starts = [start for start, _, _ in ranges]
     found: dict[str, Interval] = {}
@@ -45,7 +45,7 @@ def extents(recording: Recording) -> dict[str, Interval]:
         if place < 0 or work.issued > ranges[place][1]:
             continue
         name = ranges[place][2]
-        # A message is no computation; making room for one may look like it.
+        # A message is not a computation, though allocating memory for one may look like it.
         if name[0] in "FBIW":
             start, end = found.get(name, (work.start, work.end))
             found[name] = (min(start, work.start), max(end, work.end))
@@ -53,7 +53,7 @@ def extents(recording: Recording) -> dict[str, Interval]:
 
 
 def breakdown(recording: Recording, pipeline: Interval | None = None) -> TimeBreakdown:
-    """Share out the step. ``pipeline``: from the first to the last computation of any of its ranks, if there is one."""
+    """Divide the step. ``pipeline``: from the first to the last computation of any of its ranks, if there is one."""
     left = [recording.step]
 
     def take(pieces: list[Interval]) -> float:

@@ -4,8 +4,8 @@
         step()
     print(counter.traffic())
 
-It sees what goes through torch's dispatcher, on any backend (gloo, NCCL, fake): also from autograd hooks, with
-``async_op=True``, from FSDP2, DTensor and DDP, ``isend``, ``irecv`` and ``batch_isend_irecv``.
+It sees everything that goes through torch's dispatcher, on any backend (gloo, NCCL, fake): also from autograd hooks,
+with ``async_op=True``, from FSDP2, DTensor and DDP, ``isend``, ``irecv`` and ``batch_isend_irecv``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.facts.traffic import Traffic, show_ranks
 from shoal.observe.source_lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors, takes_itself_apart
 
-# A group's readable name from torch's name for it and its ranks; None where there is none.
+# A group's readable name, from torch's name for it and its ranks; None if it has none.
 Namer = Callable[[str, tuple[int, ...]], str | None]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -31,22 +31,22 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 @dataclass(frozen=True)
 class IssuedCall:
-    """One call, as it was issued. A coalesced call is one call; its buffers count together."""
+    """One call, as issued. A coalesced call is one call; its buffers count together."""
 
     op: str
     group: str
     bytes: int
     dtype: str
-    peer: int | None  # whom a message goes to or comes from, as its rank in the group
-    where: str  # the innermost line of ours
-    purpose: str  # the strategy that it is issued for; empty where nothing tells
+    peer: int | None  # sender or receiver of a message, as its rank in the group
+    where: str  # the innermost line of Shoal's code
+    purpose: str  # the strategy it serves; empty if unknown
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts while it is active; the counts stay readable afterwards, and ``reset`` begins anew.
+    """Counts while active; the counts stay readable afterwards, and ``reset`` starts again.
 
-    ``names`` gives groups readable names: by torch's name for the group (``group.group_name``), or as a function of
-    that and its ranks. A group without one is shown by its ranks. ``purposes``: what each group is for, by torch's name
+    ``names``: readable names of groups, by torch's name for the group (``group.group_name``), or as a function of that
+    and its ranks. A group without a name is shown by its ranks. ``purposes``: what each group is for, by torch's name
     for it. With ``log``, ``calls`` keeps every call, in order.
     """
 
@@ -68,7 +68,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Compiled code stays compiled: its collectives are operators of their own and are seen as it runs.
+        # Compiled code stays compiled: its collectives are operators of their own, which are seen as it runs.
         return True
 
     def reset(self) -> None:
@@ -76,7 +76,7 @@ class CollectiveCounter(TorchDispatchMode):
         self._sums: dict[tuple[str, str], tuple[int, int]] = {}
 
     def traffic(self) -> list[Traffic]:
-        """What was counted, sorted by operation and group."""
+        """The counts, sorted by operation and group."""
         return sorted(Traffic(*key, *sums) for key, sums in self._sums.items())
 
     def __torch_dispatch__(
@@ -119,10 +119,10 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def group_of_call(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The process group an operator of c10d talks in; None for one that does not communicate (a wait, a check).
+    """The process group that a c10d operator communicates in; None if it does not communicate (a wait, a check).
 
-    The one place that knows how torch hands a group to an operator: boxed as a script object, or by its name, which
-    only a private function of torch (2.11 to 2.13) looks up.
+    The only place that knows how torch passes a group to an operator: boxed as a script object, or by its name, which
+    only a private function of torch (2.11 to 2.13) resolves.
     """
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     group = values.get("process_group", values.get("group_name"))
@@ -137,7 +137,7 @@ def group_of_call(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.Proces
 def _operations(
     func: Any, args: tuple, kwargs: dict[str, Any], result: Any
 ) -> Iterator[tuple[str, list[list[torch.Tensor]], int | None]]:
-    """What a call does, each with its buffers: one list for each argument that holds tensors, and for the result.
+    """The operations of a call with their buffers: one list for each argument that holds tensors, and for the result.
 
     A message also has a peer.
     """
@@ -147,9 +147,9 @@ def _operations(
         for kind, peer, tensor in zip(kinds, args[1], tensors, strict=True):
             yield collective(kind) or kind, [[tensor]], peer
         return
-    # An operation that torch adds one day still shows, under torch's name.
+    # An operation that a later torch adds still shows, under torch's name.
     operation = collective(name) or name
-    # A barrier's tensor only says which device waits.
+    # A barrier's tensor only tells which device waits.
     values = () if operation == "barrier" else (*args, *kwargs.values(), result)
     peer = args[2] if operation in ("send", "receive") and isinstance(args[2], int) else None
     yield operation, [list(plain_tensors(value)) for value in values], peer

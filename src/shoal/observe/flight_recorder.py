@@ -1,8 +1,8 @@
 """The flight recorder: a rank's phase and recent collectives, in memory that other processes can read.
 
-It lies in a file that is mapped into memory, so it can be read however its rank ended or whatever holds it up: a lock,
-a C call, a signal. Torch's own recorder was tried first (2.13): on gloo it sees no point-to-point messages and never
-learns that a collective is over, and it is read by a call inside the rank, which takes Python's lock and seconds.
+It is a memory-mapped file, so it is readable however its rank ended or whatever blocks it: a lock, a C call, a signal.
+torch's own recorder was tried first (2.13): on gloo it misses point-to-point messages and the completion of
+collectives, and reading it takes a call inside the rank, which needs the GIL and seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-# What a rank announces.
+# The phases that a rank announces.
 START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
 EVALUATE, COMMIT, EXPLAIN, END = "evaluate", "commit", "explain", "end"
 REFERENCE = "reference"
 
-# The file: a header, the heartbeat, a count for every channel, the last entries in a ring, and the channels'
-# descriptions as JSON.
+# File layout: a header, the heartbeat, a counter for every channel, the last entries in a ring buffer, and the
+# channels' descriptions as JSON.
 HEADER = struct.Struct("<QQQQ16sIIII")
 COUNT = struct.Struct("<Q")
 LONGEST_PLACE = 200
@@ -40,14 +40,14 @@ ENTRIES_AT = COUNTS_AT + MOST_CHANNELS * COUNT.size
 DESCRIPTIONS_AT = ENTRIES_AT + MOST_ENTRIES * ENTRY.size
 SIZE = DESCRIPTIONS_AT + DESCRIPTIONS
 
-# Between two heartbeats. They come from a thread of Python's, so they cease while anything holds Python's lock.
+# The heartbeat interval. Heartbeats come from a Python thread, so they stop while anything holds the GIL.
 BEAT_SECONDS = 0.2
 
 
 class Announce(Protocol):
     """Announces what a rank is about to do, and in which step: ``enter("evaluate", 100)``.
 
-    What takes long is announced again with each of its ``parts``: ``enter("evaluate", 100, 3, 16)``.
+    A long phase is announced again for each of its ``parts``: ``enter("evaluate", 100, 3, 16)``.
     """
 
     def __call__(self, phase: str, step: int, part: int = 0, parts: int = 0, /) -> None: ...
@@ -55,28 +55,30 @@ class Announce(Protocol):
 
 @dataclass(frozen=True)
 class Channel:
-    """Where ranks meet: in a group, each time all of them; or, ``directed``, a sender and a receiver of messages."""
+    """A place where ranks meet: a group, with all of its ranks each time; or, if ``directed``, a sender and a
+    receiver.
+    """
 
     id: str  # torch's name of the group, the same on all of its ranks
-    group: str  # the axis
+    group: str  # the layout's axis
     ranks: tuple[int, ...]
     directed: bool = False
 
     def __hash__(self) -> int:
-        """Without a look at every rank: a group of ten thousand is asked for by each of them."""
+        """Without hashing every rank: each member of a group of ten thousand computes it."""
         return hash((self.id, self.group, self.directed, len(self.ranks)))
 
     def as_json(self) -> list[Any]:
-        """Evenly spaced ranks as (first, step, count): all groups of a layout are."""
+        """Evenly spaced ranks as (first, step, count), which all groups of a layout are."""
         return [self.id, self.group, _packed(self), self.directed]
 
 
 @dataclass(frozen=True)
 class FlightEntry:
-    """One collective (or one end of a message) as it was entered."""
+    """One collective, or one end of a message, as it was entered."""
 
     channel: Channel
-    number: int  # the how-manieth of its channel, from 1
+    number: int  # sequence number in its channel, from 1
     op: str
     bytes: int
     time: float
@@ -85,7 +87,7 @@ class FlightEntry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's recorder at the moment it was read."""
+    """A rank's recorder when it was read."""
 
     pid: int
     main_thread: int
@@ -93,12 +95,12 @@ class Snapshot:
     phase: str
     beats: int
     counts: dict[Channel, int]
-    entries: tuple[FlightEntry, ...]  # the oldest first
-    starved: float = 0.0  # seconds that it was ready to run and others had the processors
-    part: tuple[int, int] = (0, 0)  # of the phase, of how many; (0, 0): not told
+    entries: tuple[FlightEntry, ...]  # oldest first
+    starved: float = 0.0  # seconds in which it was runnable but others had the processors
+    part: tuple[int, int] = (0, 0)  # current part of the phase and number of parts; (0, 0): unknown
 
     def as_json(self) -> dict[str, Any]:
-        """For a watchdog on another machine. Entries name their channel by its place among the counts."""
+        """For a watchdog on another machine. Entries refer to their channel by its index among the counters."""
         places = {channel: place for place, channel in enumerate(self.counts)}
         entries = [
             [places[one.channel], one.number, one.op, one.bytes, one.time, one.where]
@@ -119,12 +121,12 @@ class Snapshot:
 
 
 class FlightRecorder:
-    """The writing side: one rank's own."""
+    """The writing side, owned by one rank."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
-        # Written in full: a page that a full disk refuses later would be a crash and not an error.
+        # Written in full: a page that a full disk refuses later would be a crash instead of an error.
         aside.write_bytes(bytes(SIZE))
         with aside.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), SIZE)
@@ -160,7 +162,7 @@ class FlightRecorder:
             self._write_header()
 
     def describe(self, channel: Channel) -> int | None:
-        """Make a channel known to readers; its number for ``note``, or None where there is no room for it."""
+        """Register a channel for readers; returns its number for ``note``, or None if there is no room."""
         line = json.dumps(channel.as_json()).encode() + b"\n"
         with self._lock:
             index, end = len(self._counts), self._described + len(line)
@@ -173,7 +175,7 @@ class FlightRecorder:
             return index
 
     def note(self, index: int, op: bytes, size: int, where: bytes) -> None:
-        """A collective is about to be entered. Backward passes may run in threads of their own, hence the lock."""
+        """Record that a collective is about to be entered. Backward passes may run in other threads, hence the lock."""
         with self._lock:
             number = self._counts[index] = self._counts[index] + 1
             place = ENTRIES_AT + self._entered % MOST_ENTRIES * ENTRY.size
@@ -191,7 +193,7 @@ class FlightRecorder:
 
 
 class FlightReader:
-    """The reading side: any process of the same machine. A restarted rank's new file takes the old one's place."""
+    """The reading side, in any process of the same machine. A restarted rank's new file replaces the old one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,7 +203,7 @@ class FlightReader:
         self._channels: list[Channel] = []
 
     def look(self, entries: bool = False) -> Snapshot | None:
-        """What is there now; None before the rank has begun. The ``entries`` only where asked for: they take longer."""
+        """The current snapshot; None before the rank has begun. ``entries`` only on request, since they take longer."""
         if not self._open() or self._memory is None:
             return None
         memory = self._memory
@@ -220,7 +222,7 @@ class FlightReader:
         return Snapshot(pid, main, step, name, beats, counts, last, part=(part[0], part[1]))
 
     def close(self) -> None:
-        """Let go of the file: who holds it keeps its disk from being unmounted."""
+        """Close the file: an open file keeps its disk from being unmounted."""
         self._memory, self._inode = None, 0
 
     def _open(self) -> bool:
@@ -230,7 +232,7 @@ class FlightReader:
                 with self.path.open("rb") as file:
                     self._memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
                 self._inode, self._described, self._channels = inode, 0, []
-        except (OSError, ValueError):  # not there yet, or not all of it
+        except (OSError, ValueError):  # missing or incomplete
             return False
         return True
 
@@ -251,7 +253,7 @@ def _channels(lines: bytes) -> list[Channel]:
 
 
 def _channel(row: list[Any]) -> Channel:
-    """One object for all who are in it: of a large world's groups there is room for one list of their ranks each."""
+    """One object shared by all members: a large world's groups have room for only one list of ranks each."""
     name, group, ranks, directed = row
     return _known_channel(
         name, group, tuple(tuple(ranks.items()) if isinstance(ranks, dict) else ranks), directed

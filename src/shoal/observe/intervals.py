@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(pieces: Iterable[Interval]) -> list[Interval]:
-    """The time that any of the pieces covers; they may overlap and come in any order."""
+    """The time covered by any of the pieces, which may overlap and be in any order."""
     merged: list[Interval] = []
     for start, end in sorted(piece for piece in pieces if piece[1] > piece[0]):
         if merged and start <= merged[-1][1]:
@@ -19,7 +19,7 @@ def union(pieces: Iterable[Interval]) -> list[Interval]:
 
 
 def without(pieces: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """What of ``pieces`` lies outside of ``taken``."""
+    """The parts of ``pieces`` outside ``taken``."""
     left: list[Interval] = []
     first = 0
     for start, end in pieces:
@@ -37,7 +37,7 @@ def without(pieces: list[Interval], taken: list[Interval]) -> list[Interval]:
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """What lies in both."""
+    """The intersection of both."""
     return without(one, without(one, other))
 
 

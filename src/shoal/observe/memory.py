@@ -5,9 +5,9 @@
         step()
     print(tracker.peak, tracker.peak_by_category())
 
-It follows storages, so views count once and bytes live as long as anything (autograd too) holds them. What an operator
-allocates and frees inside itself is not seen; compiled functions run as eager code while the tracker is active. Gloo's
-own threads let go of a collective's buffers a moment after it was waited for: those count until then.
+It tracks storages, so views count once and bytes live as long as anything (autograd too) holds them. Memory that an
+operator allocates and frees internally is not seen; compiled functions run as eager code while the tracker is active.
+gloo's threads release a collective's buffers shortly after the wait; until then these count.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of the storages under these tensors, each storage once, on whatever device."""
+    """Total bytes of the storages under these tensors, each storage once, on any device."""
     storages = [plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)]
-    # A storage keeps one Python object for life, so its id tells storages apart where a meta one has no address.
+    # A storage keeps one Python object for life, so ids distinguish even meta storages, which have no address.
     return sum(storage.nbytes() for storage in {id(storage): storage for storage in storages}.values())
 
 
 class AllocationSite(NamedTuple):
-    """What is held, of which module, and the line of ours that made it."""
+    """What is held, for which module, and the line of Shoal's code that allocated it."""
 
     category: str
     module: str
@@ -45,7 +45,7 @@ class AllocationSite(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """One storage, the category it has, its bytes now and the moment it came to that size."""
+    """One storage: its category, its current size, and when it reached that size."""
 
     watch: weakref.ref[torch.UntypedStorage]
     category: str
@@ -56,12 +56,12 @@ class _Followed:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows every storage that an operator creates while it is active, and those of tensors that it is shown.
+    """Tracks every storage that an operator creates while active, and those of marked tensors.
 
-    ``round_to`` rounds every storage up (512: what CUDA's allocator hands out). ``device`` counts one kind of device
-    only, for example "cuda". ``origins`` says of every new storage what it is. ``fake`` also counts FakeTensors, as if
-    they were on the device that they pretend to be on; tensors on the meta device never count. Enter it inside the
-    FakeTensorMode or outside, that is the same.
+    ``round_to`` rounds every storage up (512: the granularity of CUDA's allocator). ``device`` restricts counting to
+    one kind of device, for example "cuda". ``origins`` attributes every new storage. ``fake`` also counts FakeTensors,
+    as if they were on the device that they pretend to be on; tensors on the meta device never count. It may be entered
+    inside or outside a FakeTensorMode.
     """
 
     supports_higher_order_operators = True
@@ -80,7 +80,7 @@ class MemoryTracker(TorchDispatchMode):
         self._fake = fake
         self._device = device
         self._followed: dict[int, _Followed] = {}
-        # A storage may die in the midst of our bookkeeping or on another thread: its death only leaves a note here.
+        # A storage may be freed during our bookkeeping or on another thread, so its finalizer only adds a note here.
         self._dead: deque[int] = deque()
         self._category = "other"
         self._paused = False
@@ -90,12 +90,12 @@ class MemoryTracker(TorchDispatchMode):
         self._newest: Attribution | None = None
         self.reset_peak()
 
-    # What a caller says.
+    # Information from the caller.
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str, module: str | None = None) -> None:
-        """Give these tensors' storages a category, for all of their life; follow those not yet known.
+        """Assign a category to these tensors' storages for all of their life; track those not yet known.
 
-        ``module`` is whose they are, where that is not who made them.
+        ``module``: their owner, if it is not the module that created them.
         """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
@@ -109,7 +109,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def labelled(self, category: str) -> Iterator[None]:
-        """What is created inside has this category, until it is marked otherwise."""
+        """Storages created inside get this category, until marked otherwise."""
         before, self._category = self._category, category
         try:
             yield
@@ -117,15 +117,15 @@ class MemoryTracker(TorchDispatchMode):
             self._category = before
 
     def reset_peak(self) -> None:
-        """Let the peak begin anew at what is held now."""
+        """Restart the peak at what is held now."""
         self._bury()
         self._peak = self._total
         self._peak_moment = self._moment
         self._peak_origin: Attribution | None = None
-        # Storages that were there at the peak and have since been freed or resized, with the bytes they had.
+        # Storages alive at the peak that have since been freed or resized, with their size at the time.
         self._past: list[tuple[_Followed, int]] = []
 
-    # What it answers.
+    # Results.
 
     def live(self) -> dict[str, int]:
         """Bytes held now, by category."""
@@ -138,12 +138,12 @@ class MemoryTracker(TorchDispatchMode):
         return self._peak
 
     def peak_by_category(self) -> dict[str, int]:
-        """What the peak was made of. A mark counts backwards too: a gradient marked after the peak was one then."""
+        """The peak by category. Marks apply retroactively: a gradient marked after the peak counts as one."""
         self._bury()
         return _by_category(self._at_peak())
 
     def peak_by_place(self) -> Counter[AllocationSite]:
-        """And by the module that it is of and the line that made it, where there are origins."""
+        """The peak by module and allocating line, if there are origins."""
         self._bury()
         total: Counter[AllocationSite] = Counter()
         for followed, size in self._at_peak():
@@ -152,10 +152,10 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_origin(self) -> Attribution | None:
-        """Of the storage whose coming made the peak: it tells the moment."""
+        """The origin of the storage that set the peak, which identifies the moment."""
         return self._peak_origin
 
-    # How it knows.
+    # Tracking.
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._paused:
             return result
         if result is None:
-            # An operator that returns nothing may have resized what it was given.
+            # An operator without a result may have resized its arguments.
             for tensor in plain_tensors(args):
                 if tensor.layout == torch.strided:
                     self._resized(tensor.untyped_storage())
@@ -195,8 +195,8 @@ class MemoryTracker(TorchDispatchMode):
             return None
         self._bury()
         storage = tensor.untyped_storage()
-        # The Python object of a storage lives exactly as long as the storage itself (since torch 2.1), whether or not
-        # Python holds it: its id is a key, and a weak reference to it tells of the death.
+        # The Python object of a storage lives exactly as long as the storage (since torch 2.1), whether or not Python
+        # holds it: its id is a key, and a weak reference reports its end.
         key = id(storage)
         followed = self._followed.get(key)
         if followed is None:
@@ -247,7 +247,7 @@ class MemoryTracker(TorchDispatchMode):
             self._past.clear()
 
     def _bury(self) -> None:
-        """Let go of the storages that died since the last look. Always before one is added, so the peak is true."""
+        """Remove storages freed since the last call. Always before adding one, so the peak is correct."""
         while self._dead:
             self._take_size(self._followed.pop(self._dead.popleft()), 0)
 
@@ -273,11 +273,11 @@ def _by_category(held: Iterable[tuple[_Followed, int]]) -> dict[str, int]:
     return {category: size for category, size in sorted(total.items()) if size}
 
 
-# Two things reach no operator. Both are patched into torch here, only while a tracker is active.
+# Two things go through no operator. Both are patched in torch here, only while a tracker is active.
 
 
 def _storage_resizes_told_to(tell: Callable[[torch.UntypedStorage], None]) -> Any:
-    """FSDP2 frees gathered parameters, and takes room for them again, by resizing their storage."""
+    """FSDP2 frees gathered parameters, and allocates them again, by resizing their storage."""
     resize = torch.UntypedStorage.resize_
 
     @functools.wraps(resize)
@@ -291,9 +291,10 @@ def _storage_resizes_told_to(tell: Callable[[torch.UntypedStorage], None]) -> An
 
 @contextmanager
 def _around_shape_propagation(pause: Callable[[], Any]) -> Iterator[None]:
-    """DTensor finds an operator's global output shape by running it on fake tensors of global shape.
+    """DTensor computes an operator's global output shape by running it on fake tensors of global shape.
 
-    In a fake run nothing else tells these from the run's own. The method is private; torch 2.11 to 2.13 have it.
+    In a fake run nothing else distinguishes these from the run's own. The method is private; torch 2.11 to 2.13 have
+    it.
     """
     if not torch.distributed.is_available():
         yield

@@ -1,8 +1,7 @@
-"""NCCL work that was issued and has not finished, from torch's own flight recorder.
+"""NCCL work that was issued but has not finished, from torch's own flight recorder.
 
-On a GPU a rank that enters a collective only asks for it; whether the device has carried it out, torch knows. One of
-its threads, which needs no Python lock, writes that down once something is written to a named pipe. On gloo there is
-neither the pipe nor the knowledge.
+On a GPU a rank only enqueues a collective; torch knows whether the device has executed it. One of its threads, which
+needs no GIL, dumps this when a named pipe is written to. gloo has neither the pipe nor the information.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ REMEMBERED = "2000"
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that a device was asked for."""
+    """A collective enqueued on a device."""
 
     group: str  # torch's name of it
     op: str
-    number: int  # by torch's count
-    started: bool  # only known where torch times collectives
+    number: int  # torch's sequence number
+    started: bool  # only known if torch times collectives
 
 
 def settings(directory: Path) -> dict[str, str]:
-    """Environment variables under which torch (2.11 to 2.13) listens for us and writes to this directory."""
+    """Environment variables that make torch (2.11 to 2.13) listen for requests and dump to this directory."""
     dump = str(directory / "nccl-")
     return {
         "TORCH_FR_BUFFER_SIZE": REMEMBERED,
@@ -42,7 +41,7 @@ def dump_of(directory: Path, rank: int) -> Path:
 
 
 def ask(directory: Path, rank: int) -> bool:
-    """Ask a rank to write its record to its file; False where it does not listen."""
+    """Ask a rank to dump its record; False if it does not listen."""
     dump_of(directory, rank).unlink(missing_ok=True)
     try:
         pipe = os.open(directory / f"nccl-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
@@ -58,10 +57,10 @@ def ask(directory: Path, rank: int) -> bool:
 
 
 def pending(dump: Path) -> list[Pending]:
-    """What was not finished when a file was written, the oldest first; nothing where it cannot be read."""
+    """Unfinished work when the dump was written, oldest first; empty if it is unreadable."""
     try:
         every = _Plain(io.BytesIO(dump.read_bytes())).load()["entries"]
-        # A batch of messages has an entry that tells how far it is, and one for each message that tells what it is.
+        # A batch of messages has one entry with its progress, and one for each message with its description.
         batches = {_message(entry) for entry in every if _is_batch(entry)}
         titles = {
             _message(entry): _title(entry) for entry in every if entry["is_p2p"] and not _is_batch(entry)
@@ -87,7 +86,7 @@ def _is_batch(entry: dict[str, Any]) -> bool:
 
 
 def _message(entry: dict[str, Any]) -> tuple[str, int]:
-    """Torch counts the batches of messages of a group."""
+    """torch numbers the message batches of a group."""
     return entry["process_group"][0], entry["p2p_seq_id"]
 
 
@@ -98,7 +97,7 @@ def _title(entry: dict[str, Any]) -> str:
 
 
 class _Plain(pickle.Unpickler):
-    """Torch writes a pickle. This one makes nothing of it but dictionaries, lists and plain values."""
+    """Reads torch's pickle but creates only dictionaries, lists and plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a record of collectives")

@@ -1,7 +1,7 @@
-"""Record every collective that this process enters in its flight recorder; costs microseconds per call.
+"""Record every collective that this process enters in its flight recorder, at microseconds per call.
 
-A dispatch mode would see all of them as well, but slows every operation down. So the methods of torch's process groups
-are wrapped, through which all of its Python functions for collectives go, FSDP2's included.
+A dispatch mode would see them too, but slows every operation down. Instead this wraps the methods of torch's process
+groups, through which all of torch's Python functions for collectives go, FSDP2's included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.facts.collectives import collective
 from shoal.facts.traffic import show_ranks
 from shoal.observe.flight_recorder import LONGEST_PLACE, Channel, FlightRecorder
 
-# The methods of a process group, as torch 2.11 to 2.13 call them; those that a version lacks are left out.
+# The methods of a process group as of torch 2.11 to 2.13; those that a version lacks are skipped.
 METHODS = (
     "allreduce",
     "allreduce_coalesced",
@@ -47,19 +47,19 @@ METHODS = (
     "recv",
 )
 
-# The description of a group that works beside training at its own pace: a late rank there stalls no step.
+# The description of a group that works in the background at its own pace: a late rank there stalls no step.
 BACKGROUND = "shoal-background"
 
 TORCH = str(Path(torch.__file__).parent)
-# Torch's front door: that a collective is called through it goes without saying.
+# torch's public entry points: being called through them is not worth reporting.
 FRONT_DOOR = (dist.distributed_c10d.__file__, str(Path(dist.__file__).parent / "c10d_logger.py"))
 
 
 @contextmanager
 def recording(flight: FlightRecorder, names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, every collective is noted as it is entered. ``names``: what we call a group, by torch's name for it."""
+    """Record every collective on entry, within this context. ``names``: our names of groups, by torch's names."""
     recorder = Recorder(flight, names)
-    # As the class holds them: what getattr gives has forgotten that it is a method, and could not be put back.
+    # Read from the class dictionary: getattr returns a plain function, which could not be restored as a method.
     before = {
         method: vars(dist.ProcessGroup)[method] for method in METHODS if method in vars(dist.ProcessGroup)
     }
@@ -74,12 +74,12 @@ def recording(flight: FlightRecorder, names: Mapping[str, str]) -> Iterator[None
 
 
 class Recorder:
-    """Knows this process's groups, and what a call of one of their methods amounts to."""
+    """Knows this process's groups, and how to describe a call of one of their methods."""
 
     def __init__(self, flight: FlightRecorder, names: Mapping[str, str]) -> None:
         self.flight = flight
         self.names = names
-        # By torch's name of the group, whether something is sent or received there, and to or from whom.
+        # By torch's group name, whether this is a send or a receive, and the peer.
         self._channels: dict[tuple[str, str, int], int | None] = {}
         self._lines: dict[tuple[CodeType, int], bytes] = {}
 
@@ -94,7 +94,7 @@ class Recorder:
                 self._channels[key] = None if beside else self.flight.describe(self._channel(group, *key[1:]))
             index = self._channels[key]
             if index is not None:
-                # A barrier's arguments only say which device waits.
+                # A barrier's arguments only tell which device waits.
                 size = 0 if op == "barrier" else max(map(_bytes, arguments[:2]), default=0)
                 self.flight.note(index, encoded, size, self._line(sys._getframe(1)))
             return original(group, *arguments, **named)
@@ -110,16 +110,16 @@ class Recorder:
         return Channel(group.group_name, name, ends if direction == "send" else ends[::-1], directed=True)
 
     def _axis_of(self, ranks: tuple[int, ...]) -> str | None:
-        """A group that a strategy made for itself goes by the axis that has the same ranks."""
+        """A group that a strategy created itself takes the name of the axis with the same ranks."""
         for known, axis in self.names.items():
-            # Only a private function of torch (2.11 to 2.13) finds a group by its name.
+            # Only a private function of torch (2.11 to 2.13) finds a group by name.
             resolve: Any = dist.distributed_c10d._resolve_process_group
             if axis != "world" and tuple(dist.get_process_group_ranks(resolve(known))) == ranks:
                 return axis
         return None
 
     def _line(self, frame: FrameType | None) -> bytes:
-        """The innermost line outside of torch; in a thread of autograd's there may be none, then of torch's caller."""
+        """The innermost line outside torch; autograd threads may have none, then the line of torch's caller."""
         caller: FrameType | None = None
         while frame is not None:
             file = frame.f_code.co_filename
@@ -133,7 +133,7 @@ class Recorder:
             return b""
         key = caller.f_code, caller.f_lineno
         if key not in self._lines:
-            # Of a long path its end says more.
+            # The end of a long path says more than its beginning.
             self._lines[key] = f"{caller.f_code.co_filename}:{caller.f_lineno}".encode()[-LONGEST_PLACE:]
         return self._lines[key]
 

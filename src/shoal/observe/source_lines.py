@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-# Of the package, and not of a directory that happens to have its name: a checkout may, with all of torch inside.
+# The installed package, not any directory of that name: a checkout may contain all of torch.
 HOME = f"{Path(__file__).parents[1]}/"
 WATCHING = ("observe/", "prove/")
 
 
 def line_of_ours() -> str:
-    """The innermost one that trains, as file:number; empty where there is none. What only watches does not count."""
+    """The innermost line of training code, as file:number; empty if there is none. Observing code does not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-# Private, and the only name by which torch offers it (2.11 to 2.13); the class has not moved since 2.0.
+# Private, and the only name under which torch provides it (2.11 to 2.13); the class has not moved since 2.0.
 from torch._subclasses import FakeTensor
 
 
 def takes_itself_apart(types: Sequence[type]) -> bool:
-    """Whether an operator on these types is first split into operators on plain tensors (DTensor does).
+    """Whether an operator on these types first splits into operators on plain tensors, as DTensor's does.
 
-    An observer answers NotImplemented then: the subclass runs, and what it issues comes back to the observer. Were the
-    observer to call the operator itself, it would be switched off for all that happens inside.
+    An observer then returns NotImplemented: the subclass runs, and the operators it issues reach the observer. If the
+    observer called the operator itself, it would be disabled for everything inside.
     """
     return any(not issubclass(kind, FakeTensor) and _is_wrapper(kind) for kind in types)
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts; a wrapper such as DTensor gives what it wraps."""
+    """Every tensor in nested lists, tuples and dicts; wrappers such as DTensor yield what they wrap."""
     if _is_wrapper(type(value)):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -36,7 +36,7 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and a device and no data."""
+    """Whether it has a shape and a device but no data."""
     return isinstance(tensor, FakeTensor)
 
 

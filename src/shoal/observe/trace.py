@@ -1,7 +1,7 @@
-"""Read a torch.profiler trace: which intervals went to which kind of work.
+"""Read a torch.profiler trace and classify its intervals by kind of work.
 
-Both kinds of devices come out alike. On a GPU work is its kernels, each of the kind of the operator that started it.
-On a CPU work is what the thread that steps does inside of torch's operators, so a wait of that thread is idle time.
+Both kinds of devices give the same result. On a GPU, work is its kernels, each classified by the operator that
+launched it. On a CPU, work is what the stepping thread does inside torch's operators, so its waits are idle time.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ class Span:
     start: float
     end: float
     thread: object = 0
-    correlation: int = 0  # what a kernel and the call that launched it have in common
-    recorded: bool = False  # an operator that autograd has taken note of, for a backward pass to come
-    group: str = ""  # what torch calls the ranks that a collective of NCCL is among
+    correlation: int = 0  # links a kernel to the call that launched it
+    recorded: bool = False  # an operator that autograd has recorded for a later backward pass
+    group: str = ""  # torch's name for the ranks of an NCCL collective
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A stretch in which the device computes."""
+    """An interval in which the device computes."""
 
     start: float
     end: float
     kind: str
-    issued: float  # when the host got to it
-    repeated: bool = False  # computed for the second time, inside a backward pass
+    issued: float  # when the host reached it
+    repeated: bool = False  # recomputed inside a backward pass
 
 
 @dataclass(frozen=True)
 class Communication:
-    """A stretch in which ranks exchange something."""
+    """An interval in which ranks communicate."""
 
     start: float
     end: float
     operation: str
-    group: str  # the layout's axis; empty where the trace does not tell
+    group: str  # the layout's axis; empty if the trace does not tell
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A rank's step, sorted out."""
+    """A rank's step, classified."""
 
     step: Interval
     waiting_for_input: list[Interval]
     work: list[Computation]
     talks: list[Communication]
-    instructions: dict[str, Interval]  # as the host went through them
-    kernels: bool  # whether work is that of a GPU
+    instructions: dict[str, Interval]  # on the host's timeline
+    kernels: bool  # whether work means GPU kernels
 
 
 def read(path: Path) -> list[Span]:
@@ -98,7 +98,7 @@ def _span(event: dict[str, Any], base: float) -> Span:
         end=start + float(event.get("dur", 0)) / 1e6,
         thread=event.get("tid"),
         correlation=int(details.get("correlation", 0)),
-        # Nodes of a backward pass carry the thread of their forward pass; operators of a forward pass a zero.
+        # Nodes of a backward pass carry the thread of their forward pass; operators of a forward pass carry 0.
         recorded="Sequence number" in details and details.get("Fwd thread id") == 0,
         group=str(details.get("Process Group Name", "")),
     )
@@ -107,9 +107,10 @@ def _span(event: dict[str, Any], base: float) -> Span:
 def sort_out(
     every: Iterable[Span], names: Mapping[str, str] | None = None, purposes: Mapping[str, str] | None = None
 ) -> Recording:
-    """What happened from the begin of the one range ``STEP`` to its end.
+    """Everything from the start of the one ``STEP`` range to its end.
 
-    ``names``: what torch calls the groups of ranks, and what the layout does. ``purposes``: what ranks talk for there.
+    ``names``: what torch calls the groups of ranks, and the layout's names for them. ``purposes``: why ranks
+    communicate there.
     """
     every = list(every)
     (step,) = [span for span in every if span.name == STEP and span.category == "user_annotation"]
@@ -133,7 +134,7 @@ def sort_out(
     }
 
     def between_stages(span: Span) -> bool:
-        """By the group that it is in; gloo tells none, but a computation sends nothing between stages."""
+        """Decided by the group; gloo records none, but a computation sends nothing between stages."""
         if not kinds.is_message(span.name):
             return False
         if purposes and span.group in purposes:
@@ -142,7 +143,7 @@ def sort_out(
         at = (name for name, (start, end) in instructions.items() if start <= issued < end)
         return next(at, "")[:1] in ("S", "R")
 
-    # A message between stages is on its way from when it is awaited, so it says nothing about who waits.
+    # A message between stages is in flight from the moment it is awaited, so it does not show who waits.
     talking = [span for span in (*named, *on_device) if kinds.is_collective(span.name)]
     calls = [] if on_device else [span for span in inside if kinds.talks(span.name)]
     talking, calls = ([span for span in spans if not between_stages(span)] for spans in (talking, calls))
@@ -161,10 +162,10 @@ def sort_out(
 
 
 def _called(talking: list[Span], calls: list[Span]) -> list[tuple[Span, str]]:
-    """Every collective with what was called for.
+    """Every collective with the operation that was called.
 
-    gloo scatters sums by adding up whole tensors, and its range is named after that; but it takes calls in their
-    order. It also copies what it sends, on the thread that calls it and before its range begins.
+    gloo implements reduce-scatter by reducing whole tensors, and names its range after that; but it processes calls in
+    order. It also copies what it sends, on the calling thread and before its range begins.
     """
     talking, calls = (sorted(spans, key=lambda span: span.start) for spans in (talking, calls))
     named = calls if len(calls) == len(talking) else talking
@@ -176,7 +177,7 @@ def _group(span: Span, names: Mapping[str, str], on_gpu: bool) -> str:
     if span.group in names:
         return names[span.group]
     if on_gpu:
-        # gloo carries only what hosts agree on.
+        # gloo then carries only what hosts agree on.
         return "world" if span.name.startswith("gloo:") else ""
     axes = set(names.values()) - {"world"}
     return axes.pop() if len(axes) == 1 else ""
@@ -184,26 +185,26 @@ def _group(span: Span, names: Mapping[str, str], on_gpu: bool) -> str:
 
 @dataclass(frozen=True)
 class _HostStretch:
-    """A stretch of a host thread, and what the operators on its stack say about it."""
+    """An interval of a host thread, and what the operators on its stack say about it."""
 
     start: float
     end: float
-    kind: str | None  # None: outside of torch's operators
+    kind: str | None  # None: outside torch's operators
     in_backward: bool = False
-    in_loss: bool = False  # in the node of the backward pass that begins with the loss
-    again: bool = False  # inside a piece of the forward pass that the backward pass repeats
+    in_loss: bool = False  # in the backward node where the loss begins
+    again: bool = False  # inside a part of the forward pass that the backward pass recomputes
 
     @property
     def repeated(self) -> bool:
-        """A loss that is computed in pieces always repeats them: that is its way, and no policy of the layout."""
+        """A loss computed in chunks always recomputes them; that is how it works, not the layout's recomputation."""
         return self.again and not self.in_loss
 
 
 def _frames(on_host: list[Span]) -> dict[object, list[_HostStretch]]:
-    """Every thread's time cut where an operator begins or ends; what the innermost one does itself is a frame."""
+    """Every thread's time, split where an operator begins or ends; a frame is the innermost operator's own time."""
     threads: dict[object, list[Span]] = defaultdict(list)
     for span in on_host:
-        # These would lie across operators that come later.
+        # These would extend over later operators.
         if not kinds.outlives_its_call(span.name):
             threads[span.thread].append(span)
     return defaultdict(list, {thread: _cut(events) for thread, events in threads.items()})
@@ -215,7 +216,7 @@ def _cut(events: list[Span]) -> list[_HostStretch]:
     reached = 0.0
 
     def advance(until: float) -> None:
-        """Give the time up to ``until`` to whatever is on top, and drop what has ended."""
+        """Assign the time up to ``until`` to the top of the stack, and pop what has ended."""
         nonlocal reached
         while stack:
             top = stack[-1]
@@ -239,12 +240,12 @@ def _inside(outer: _HostStretch | None, span: Span) -> _HostStretch:
     outer = outer or _HostStretch(span.start, span.end, None)
     in_backward = outer.in_backward or span.name.startswith(_NODE_OF_AUTOGRAD)
     in_loss = outer.in_loss or (in_backward and kinds.is_node_of_loss(span.name))
-    # A backward pass records nothing, unless it repeats a piece of the forward pass.
+    # A backward pass records nothing, unless it recomputes a part of the forward pass.
     again = outer.again or (in_backward and span.recorded)
-    # Within the node that asked for it, such a piece is of a kind of its own.
+    # Within the node that requested it, recomputation has a kind of its own.
     around = outer.kind if again == outer.again else None
     if span.category == "user_annotation" or kinds.talks(span.name):
-        # A range that Python opens is none of the device's work, and who talks waits for others.
+        # A range opened by Python is not device work, and an operator that communicates waits for others.
         kind = None
     else:
         kind = around if around != kinds.MEMORY_BOUND else None

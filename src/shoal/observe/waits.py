@@ -1,7 +1,7 @@
-"""How long this process has waited for its peers in the ``wait`` of collectives.
+"""Measure how long this process waits for its peers in the ``wait`` of collectives.
 
-All of torch's Python functions for collectives wait by that one method, FSDP2's included. On gloo it returns when the
-collective is over. On a GPU it returns at once, for there the device waits and not the host.
+All of torch's Python functions for collectives wait through this one method, FSDP2's included. On gloo it returns when
+the collective is complete. On a GPU it returns immediately, because the device waits instead of the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class Waits:
-    """Seconds, added up over all threads."""
+    """Total seconds over all threads."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -29,8 +29,8 @@ class Waits:
 
 @contextmanager
 def timed_waits(waits: Waits) -> Iterator[None]:
-    """Inside, every wait for a collective is added to ``waits``: less than a microsecond a call."""
-    # As the class holds it: what getattr gives has forgotten that it is a method, and could not be put back.
+    """Add every wait for a collective to ``waits`` within this context, at under a microsecond per call."""
+    # Read from the class dictionary: getattr returns a plain function, which could not be restored as a method.
     before = vars(dist.Work)["wait"]
     original = dist.Work.wait
 

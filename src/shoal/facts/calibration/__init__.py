@@ -1,10 +1,10 @@
 """Calibration: the rates that devices and links reach in practice, built in or measured.
 
-Every number belongs to a device kind or a kind of link and has a physical meaning. Those here come with Shoal; what
-``shoal profile --calibrate`` measured of a device kind (``facts/calibration/measurements.py``) takes their place,
-where it was put in with ``install``. Nothing is put in by itself: a command does so at its start
-(``facts/calibration/file.py``), so that a library's or a test's predictions do not depend on what happens to lie in a
-home directory. What differs between software stacks is in ``facts/cluster/stack.py``.
+Every number belongs to a device kind or link kind and has a physical meaning. The built-in ones are here; rates that
+``shoal profile --calibrate`` measured for a device kind (``facts/calibration/measurements.py``) replace them once
+installed with ``install``. Nothing is installed implicitly: a command does so at its start
+(``facts/calibration/file.py``), so that a library's or a test's predictions do not depend on files in a home
+directory. Differences between software stacks are in ``facts/cluster/stack.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.facts.cluster.devices import Device, Hardware, Positive, Share
 
 
 class AttentionRates(Hardware):
-    """Shares of the dense peak that an attention kernel reaches at head size 128; the work counted causally."""
+    """Shares of the dense peak that an attention kernel reaches at head size 128, counting causal FLOPs."""
 
     forward: Share
     backward: Share
@@ -32,26 +32,26 @@ class AttentionRates(Hardware):
 class DeviceRates(Hardware):
     """What kernels reach on one kind of device under sustained load."""
 
-    multiprocessors: int  # tiles of a matrix product that are computed at once
-    matmul: Share  # of the dense peak, where every tile is full and the inner length is long
-    # Of that, what is left where all other kernels are fused and nothing idles between products. Fitted on software
-    # that is not, the rate of products takes up what its other terms leave out.
+    multiprocessors: int  # which compute one tile of a matrix product each at a time
+    matmul: Share  # of the dense peak, with full tiles and a long inner dimension
+    # The share of that which remains when all other kernels are fused and nothing idles between products. Fitted on
+    # unfused software, the product rate absorbs what the other terms leave out.
     sustained: Share = 1.0
-    ramp: Annotated[FiniteFloat, Field(ge=0)]  # inner length that a tile's start and end cost
-    memory: Share  # of the memory's bandwidth
+    ramp: Annotated[FiniteFloat, Field(ge=0)]  # a tile's start and end cost, as inner length
+    memory: Share  # of the memory bandwidth
     launch: Seconds  # between the end of a kernel and the start of the next
-    flash: AttentionRates  # FlashAttention-2 and what SDPA calls flash
-    first_flash: AttentionRates  # FlashAttention-1 and its Triton form
+    flash: AttentionRates  # FlashAttention-2, and SDPA's flash backend
+    first_flash: AttentionRates  # FlashAttention-1, and its Triton version
     fused: AttentionRates  # the vendor's own, such as cuDNN's
-    narrow: Share  # attention at head size 64, of what it reaches at 128
-    batched: Share  # of the dense peak, of the batched products of attention that is not fused
-    # Devices of a kind do not all compute equally fast: the standard deviation, as a share. None was seen where the
-    # clock is fixed; where the power limit sets it, it differs from chip to chip.
+    narrow: Share  # attention at head size 64 relative to 128
+    batched: Share  # of the dense peak, for the batched products of unfused attention
+    # Devices of a kind differ in speed: the standard deviation as a share. None was seen with a fixed clock; under a
+    # power limit it differs from chip to chip.
     spread: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     source: str
 
     def flash_beside(self, fused: AttentionRates) -> AttentionRates:
-        """Of windows and documents, where the vendor's kernel was measured: as far behind that as here."""
+        """Flash rates for windows and documents if the vendor's kernel was measured: the same ratio as here."""
         return fused.scaled(
             self.flash.forward / self.fused.forward, self.flash.backward / self.fused.backward
         )
@@ -64,56 +64,56 @@ class LinkRates(Hardware):
     """What collectives reach on one kind of link."""
 
     share: Share  # of the bandwidth, for large messages
-    hop: Seconds  # of latency for every rank that a message passes
+    hop: Seconds  # latency for every rank that a message passes
     start: Seconds  # before a collective moves its first byte
-    # Bytes/s that were measured, whatever the link's datasheet says: of one device; of a network, out of a whole node.
+    # Measured bytes/s, which replace the datasheet's: per device; for a network, out of a whole node.
     bandwidth: Positive | None = None
-    # Of that, what single operations reach, where they were measured: a library need not send what a ring would.
+    # The share of that which single operations reach, if measured: a library need not send what a ring would.
     operations: dict[str, Positive] = Field(default_factory=dict)
     source: str
 
     @model_validator(mode="before")
     @classmethod
     def _without_rails(cls, written: object) -> object:
-        """Files from before adapters were a cluster's have a share of them here."""
+        """Older files have the rails' share here, which now belongs to a cluster."""
         return {k: v for k, v in written.items() if k != "rails"} if isinstance(written, dict) else written
 
     def reached(self, promised: float) -> float:
-        """Bytes/s of large messages on a link of which so many are promised."""
+        """Bytes/s of large messages on a link with this nominal bandwidth."""
         return self.bandwidth or promised * self.share
 
     def of(self, operation: str) -> float:
-        """What an operation reaches of that."""
+        """An operation's share of that."""
         return self.operations.get(operation, 1.0)
 
 
 class NodeRates(Hardware):
-    """Bytes/s that a device's host reaches for it: its share of what all devices of a node use."""
+    """Bytes/s on a device's host: its share of what all devices of a node use."""
 
-    update: Positive  # of memory, as an optimizer on the host's cores moves them
-    link: Positive  # between device and memory, each way
+    update: Positive  # memory traffic of an optimizer on the host's cores
+    link: Positive  # between device and host memory, per direction
     disk_read: Positive
     disk_write: Positive
 
 
 class Calibration(Hardware):
-    """All that a prediction needs to know of a cluster beyond its datasheet."""
+    """Everything that a prediction needs to know about a cluster beyond its datasheet."""
 
     device: DeviceRates
     fast: LinkRates
     network: LinkRates
-    host: LinkRates  # between a device and the memory of its machine
-    known: bool  # whether steps of the device kind were measured; otherwise its rates are judged, or a relative's
+    host: LinkRates  # between a device and host memory
+    known: bool  # whether steps of the device kind were measured; otherwise its rates are estimates or a relative's
     measured: Measurements | None = None  # kernel by kernel, on a machine at hand
-    path: str = ""  # of the file that it came from
-    links: str = ""  # of the file that the links' rates came from, where that is another
+    path: str = ""  # of the source file
+    links: str = ""  # the source file of the links' rates, if different
 
-    def __hash__(self) -> int:  # quick, for caches; equality stays field by field
+    def __hash__(self) -> int:  # cheap, for caches; equality still compares every field
         return hash((self.device.source, self.fast.source, self.path))
 
     @property
     def words(self) -> str:
-        """Where the rates come from, in one line."""
+        """The origin of the rates, in one line."""
         links = f"; links measured ({self.links})" if self.links else ""
         if self.measured is None:
             source = self.device.source if self.known else f"never measured: {self.device.source}"
@@ -128,7 +128,7 @@ _FLASH_HOPPER = AttentionRates(forward=0.33, backward=0.28)
 AMPERE = DeviceRates(
     multiprocessors=108,
     matmul=0.87,
-    # Set by hand on the fastest that was published of A100s: FlashAttention-2's GPT of 2.7B, 205 TFLOP/s at 2048 tokens
+    # Set by hand to match the fastest published A100 runs: FlashAttention-2's GPT of 2.7B, 205 TFLOP/s at 2048 tokens
     # (62 % of the peak, attention counted once), and PyTorch's FSDP with compiled blocks, 7B at 64 %.
     sustained=0.87,
     ramp=17.5,
@@ -144,8 +144,8 @@ AMPERE = DeviceRates(
 HOPPER = AMPERE.model_copy(
     update={
         "multiprocessors": 132,
-        "sustained": 1.0,  # products agree with what was measured of them alone
-        # Steps of torchtitan on 8 and 128 H100, and of llm-foundry on 128 and 512, alike in all else.
+        "sustained": 1.0,  # products match their measurements in isolation
+        # Steps of torchtitan on 8 and 128 H100, and of llm-foundry on 128 and 512, otherwise identical.
         "spread": 0.025,
         "matmul": 0.7,
         "flash": _FLASH_HOPPER,
@@ -154,7 +154,7 @@ HOPPER = AMPERE.model_copy(
         "source": f"{_FITTED}; products agree with an H200's sustained 667 to 690 TFLOP/s; attention measured there",
     }
 )
-# The same chip held at 500 of its 700 W: products and attention slow down with the clock, memory does not.
+# The same chip limited to 500 of its 700 W: products and attention slow down with the clock, memory does not.
 HOPPER_500_WATTS = HOPPER.model_copy(
     update={
         "matmul": 0.575,
@@ -177,8 +177,8 @@ CPU = AMPERE.model_copy(
 
 
 def _judged(base: DeviceRates, units: int, matmul: float, attention: float = 1.0) -> DeviceRates:
-    """A device that was not measured here: its multiprocessors, what public benchmarks of large products reach of its
-    peak (less where its power limit is low), and how well attention does beside that, of what ``base`` reaches."""
+    """A device not measured here: its multiprocessors, the share of its peak in public benchmarks of large products
+    (less with a low power limit), and its attention relative to that, compared with ``base``."""
 
     times = attention * matmul / base.matmul
     return base.model_copy(
@@ -200,8 +200,8 @@ DEVICES: dict[str, DeviceRates] = {
     "H100-96GB": HOPPER_500_WATTS,
     "H200": HOPPER,
 }
-# Of these only datasheets and public benchmarks are known. AMD's libraries reach about half of the peak, where Hopper's
-# reach 0.7, and their attention less; before Ampere there is no FlashAttention-2.
+# Known only from datasheets and public benchmarks. AMD's libraries reach about half of the peak, where Hopper's reach
+# 0.7, and less in attention; before Ampere there is no FlashAttention-2.
 JUDGED: dict[str, DeviceRates] = {
     "A800": _judged(AMPERE, 108, AMPERE.matmul),
     "A100-PCIe-80GB": _judged(AMPERE, 108, 0.75),
@@ -234,9 +234,9 @@ FAST = LinkRates(
     start=8e-6,
     source=f"{_FITTED}; latency as nccl-tests show it on 8 A100 and 8 H100, 20 to 30 µs for the smallest all-reduce",
 )
-# nccl-tests: 32 H100 with 8 adapters of 400 Gb/s a node reach 324 of 400 GB/s of bus bandwidth.
+# nccl-tests: 32 H100 with 8 adapters of 400 Gb/s per node reach 324 of 400 GB/s of bus bandwidth.
 NETWORK = LinkRates(share=0.81, hop=1e-5, start=2e-5, source="nccl-tests on 32 H100 over InfiniBand")
-# Of other fabrics the latency is that of a datagram or of a kernel's network stack, by judgement.
+# For other fabrics, the latency of a datagram or of a kernel's network stack, estimated.
 NETWORKS = {
     "EFA": NETWORK.model_copy(update={"share": 0.95, "hop": 1.5e-5, "start": 4e-5, "source": "by judgement"}),
     "Ethernet": NETWORK.model_copy(update={"hop": 2e-5, "start": 5e-5, "source": "by judgement"}),
@@ -244,12 +244,12 @@ NETWORKS = {
 }
 HOST = LinkRates(share=0.87, hop=0.0, start=2e-5, source="H200: pinned copies at 55 of 63 GB/s")
 
-# Of a host, by judgement where it was not measured. An optimizer on 16 cores beside one H200 updated 1.2e9 parameters
-# in 304 ms, at 28 bytes each. A node of eight has two sockets of eight channels of DDR5-4800, 614 GB/s; two thirds of
-# that is what streaming reaches.
+# Estimated for hosts that were not measured. An optimizer on 16 cores beside one H200 updated 1.2e9 parameters in 304
+# ms, at 28 bytes each. A node of eight has two sockets with eight channels of DDR5-4800, 614 GB/s; streaming reaches
+# two thirds of that.
 UPDATE = 110e9
 UPDATE_MOST = 400e9
-# Of one disk for each device, as in the vendors' reference systems; measured there, past the system's cache.
+# One disk per device, as in the vendors' reference systems; measured there, bypassing the page cache.
 DISK_READ = 2.9e9
 DISK_WRITE = 3.3e9
 
@@ -258,25 +258,25 @@ _installed_links: dict[str, dict[str, LinkRates | str]] = {}
 
 
 def install(device: str, measured: Calibration) -> None:
-    """From now on predictions for this device kind use these rates."""
+    """Make predictions for this device kind use these rates from now on."""
     _installed[device] = measured
 
 
 def install_links(device: str, fast: LinkRates | None, network: LinkRates | None, path: str) -> None:
-    """From now on predictions for this device kind use these links' rates, whatever the others' source; None: as is."""
+    """Make predictions for this device kind use these link rates from now on; None leaves them unchanged."""
     found = {"fast": fast, "network": network, "links": path}
     _installed_links[device] = {name: value for name, value in found.items() if value is not None}
 
 
 def forget() -> None:
-    """Back to what comes with Shoal."""
+    """Return to the built-in rates."""
     _installed.clear()
     _installed_links.clear()
     steps.forget()
 
 
 def find(cluster: Cluster) -> Calibration:
-    """What is known of a cluster's device kind: measured here, built in, or the rates of its nearest relative."""
+    """The rates of a cluster's device kind: measured here, built in, or its nearest relative's."""
     name = cluster.device.name
     found = _installed.get(name) or built_in(cluster.device)
     fabric = NETWORKS.get(cluster.network.kind.partition(" ")[0])
@@ -285,14 +285,14 @@ def find(cluster: Cluster) -> Calibration:
 
 
 def node_rates(cluster: Cluster, known: Calibration) -> NodeRates:
-    """A device's share of its node. What was measured was measured with one device busy: all of a node."""
+    """A device's share of its node. Measurements had one device busy, so they are those of the whole node."""
     devices, seen = cluster.devices_per_node, known.measured
     update = cluster.host_bandwidth or (seen and seen.host_update) or min(UPDATE * devices, UPDATE_MOST)
     copies = seen.copies if seen else None
     read, write = (copies.disk_read, copies.disk_write) if copies else (None, None)
     return NodeRates(
         update=update / devices,
-        # Every copy passes through the host's memory, which is what an update is limited by.
+        # Every copy passes through host memory, which also limits updates.
         link=min(known.host.reached(cluster.device.host_link.bandwidth), update / devices),
         disk_read=read / devices if read else DISK_READ,
         disk_write=write / devices if write else DISK_WRITE,
@@ -305,7 +305,7 @@ def built_in(device: Device) -> Calibration:
 
 
 def known_rates(device: str) -> DeviceRates | None:
-    """What comes with Shoal for a kind of device by that name."""
+    """The built-in rates of a device kind."""
     return DEVICES.get(device) or JUDGED.get(device)
 
 

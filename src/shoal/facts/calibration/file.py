@@ -1,11 +1,11 @@
-"""Measured calibrations on disk: one JSON file per kind of device in ``calibration/`` of Shoal's cache.
+"""Calibrations on disk: one JSON file per kind of device, in ``calibration/`` of Shoal's cache.
 
 Links have files of their own in ``calibration/links/``: ``shoal profile --calibrate`` and ``shoal bench comm`` both
-measure them, and what was measured last counts. ``shoal tune`` keeps whole steps in ``calibration/steps/``.
+measure them, and the latest measurement counts. ``shoal tune`` keeps measured steps in ``calibration/steps/``.
 
 Predictions read none of these by themselves. A command that predicts calls ``use`` at its start, once in every
-process that predicts; from then on ``calibration.find`` knows what the files say. A library or a test that does not
-call it predicts the same on every machine.
+predicting process; from then on ``calibration.find`` returns the stored rates. A library or a test that does not call
+it predicts the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ DEFAULT = "~/.cache/shoal"
 
 
 class Stored(Hardware):
-    """What a file holds: measurements, and the rates of the general model that were fitted to them."""
+    """The contents of a file: measurements, and the general model's rates fitted to them."""
 
     format: int
     measured: Measurements
     device: DeviceRates
-    fast: LinkRates | None  # None: nothing to send to, so the built-in rates remain
+    fast: LinkRates | None  # None: no peer to send to, so the built-in rates remain
     host: LinkRates | None
 
     def calibration(self, path: Path) -> Calibration:
         device, known = self.device, calibration.known_rates(self.measured.device)
         if known is not None and device.flash == device.fused:
-            # Written when attention had one kernel: windows and documents have another by now.
+            # Written when attention had a single kernel; windows and documents have used another since.
             device = device.model_copy(update={"flash": known.flash_beside(device.fused)})
         return Calibration(
             device=device,
@@ -56,7 +56,7 @@ class Stored(Hardware):
 
 
 class StoredLinks(Hardware):
-    """What was last measured between devices of one kind."""
+    """The latest measurements between devices of one kind."""
 
     format: int
     device: str
@@ -68,7 +68,7 @@ File = TypeVar("File", Stored, StoredLinks, StoredSteps)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The one place where SHOAL_CACHE is read."""
+    """The cache directory. Only this function reads SHOAL_CACHE."""
     return Path(environment.get(VARIABLE) or DEFAULT).expanduser()
 
 
@@ -77,12 +77,12 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def file_of(folder: Path, device: str) -> Path:
-    """A device kind's file; a name that a file cannot have is written with dashes."""
+    """A device kind's file; characters that a file name cannot have become dashes."""
     return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", device).strip("-.") + ".json")
 
 
 def read(path: Path) -> Stored:
-    """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
+    """Raises a one-line ``ValueError`` if the file is not a calibration that this version knows."""
     return _checked(path, Stored, lambda stored: stored.measured.device)
 
 
@@ -91,7 +91,7 @@ def links_file(folder: Path, device: str) -> Path:
 
 
 def read_links(path: Path) -> StoredLinks:
-    """Raises ``ValueError`` as ``read`` does."""
+    """Raises ``ValueError`` like ``read``."""
     return _checked(path, StoredLinks, lambda stored: stored.device)
 
 
@@ -100,7 +100,7 @@ def steps_file(folder: Path, device: str) -> Path:
 
 
 def read_steps(path: Path) -> StoredSteps:
-    """Raises ``ValueError`` as ``read`` does."""
+    """Raises ``ValueError`` like ``read``."""
     return _checked(path, StoredSteps, lambda stored: stored.device)
 
 
@@ -119,18 +119,18 @@ def _checked(path: Path, kind: type[File], device_of: Callable[[File], str]) -> 
 
 
 def with_link(folder: Path, device: str, kind: str, rates: LinkRates) -> StoredLinks:
-    """What a device kind's file of links holds once ``kind`` ("fast" or "network") has these rates."""
+    """The contents of a device kind's link file after setting ``kind`` ("fast" or "network") to these rates."""
     try:
         before = read_links(links_file(folder, device))
-    except ValueError:  # none, or none that can be used: it is replaced
+    except ValueError:  # missing or unusable: it is replaced
         before = StoredLinks(format=FORMAT, device=device)
     return before.model_copy(update={kind: rates})
 
 
 def use(folder: Path | None) -> list[str]:
-    """Let predictions use what is stored in this folder, and nothing else; None: built-in rates alone.
+    """Make predictions use what is stored in this folder, and nothing else; None: built-in rates only.
 
-    Returns a warning, with what to do, for each file that cannot be used. There the built-in rates remain.
+    Returns a warning, with a fix, for each unusable file; there the built-in rates remain.
     """
     calibration.forget()
     warnings = []

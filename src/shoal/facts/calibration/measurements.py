@@ -1,6 +1,6 @@
 """Measurements of one machine by ``shoal profile --calibrate``: kernels, copies, host.
 
-Seconds and sizes as they were measured, not what was fitted to them, so that a better model can use an older file.
+Raw seconds and sizes instead of fitted values, so that a better model can use an older file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Curve(Hardware):
         return self
 
     def at(self, size: float) -> float:
-        """Between two sizes on the line that joins them in logarithms; below all of them, where starting a kernel is
-        what takes time, as long as the smallest; above, at the rate of the largest."""
+        """Log-linear interpolation between two sizes; below the smallest, where launching dominates, its time; above
+        the largest, its rate."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
             return seconds[0]
@@ -47,12 +47,12 @@ class Curve(Hardware):
         return self.sizes[-1] / self.seconds[-1]
 
 
-# A linear layer's three products: its result, the gradient of its input, the gradient of its weight.
+# A linear layer's three products: its output, its input gradient, its weight gradient.
 Way = Literal["forward", "input", "weight"]
 
 
 class Product(Hardware):
-    """[rows, inner] × [inner, columns], laid out in memory as that product of a linear layer is."""
+    """[rows, inner] × [inner, columns], with the memory layout of that product in a linear layer."""
 
     way: Way
     rows: Count
@@ -82,54 +82,52 @@ class Attended(Hardware):
 
     @property
     def flops(self) -> float:
-        """Of the forward pass, the work counted causally: two products of half the square."""
+        """Forward FLOPs, counted causally: two products of half the square."""
         return 2.0 * self.sequences * self.heads * self.head_dim * self.seq**2
 
 
 class HostWork(Hardware):
-    """Seconds that the host takes to start what a step consists of. On a CPU nothing: there the host computes, and
-    what it takes is in the kernels' times."""
+    """Seconds for the host to launch the parts of a step. Zero on a CPU, where the host computes and the kernels'
+    times include everything."""
 
-    forward: Seconds  # an operator of the forward pass, with all that autograd and Python do for it
+    forward: Seconds  # per operator of the forward pass, including autograd and Python
     backward: Seconds
-    selective: Seconds  # what selective recomputation adds, for each operator of the forward pass
+    selective: Seconds  # added by selective recomputation, per operator of the forward pass
     full: Seconds
-    once: Seconds  # a step, beside its micro-batches
-    tensor: Seconds  # a parameter that is updated
+    once: Seconds  # per step, besides its micro-batches
+    tensor: Seconds  # per updated parameter
 
 
 class Copies(Hardware):
-    """Bytes/s between places; None where there is no such way, or it could not be measured."""
+    """Bytes/s between places; None if there is no such path, or it could not be measured."""
 
     to_device: Positive | None  # from pinned memory
     to_host: Positive | None
-    disk_write: Positive | None  # past the system's cache
+    disk_write: Positive | None  # bypassing the page cache
     disk_read: Positive | None
 
 
 class Measurements(Hardware):
-    """Everything that was measured of one device kind, and under which circumstances."""
+    """Everything measured on one device kind, and the circumstances."""
 
     device: str
     date: str  # ISO 8601, UTC
-    seconds: Seconds  # that measuring took
+    seconds: Seconds  # that the measurement took
     versions: dict[str, str]  # torch, cuda, driver, shoal, python
     power_limit: Positive | None  # watts
-    clock: Positive | None  # MHz, as the driver says under load
+    clock: Positive | None  # MHz under load, as reported by the driver
     peaks: dict[Precision, Positive]  # FLOP/s that shares of the peak refer to
     bandwidth: Positive  # bytes/s of memory, likewise
-    sustained: Positive  # FLOP/s of one large product again and again: what the power limit leaves
-    mixed: Positive  # and of the same one among all the others, and among what moves bytes
-    busy: Annotated[
-        FiniteFloat, Field(gt=0, le=1)
-    ]  # the share that products and attention have of such a mix
+    sustained: Positive  # FLOP/s of one large product repeated: what the power limit leaves
+    mixed: Positive  # the same product amid all others, and amid memory traffic
+    busy: Annotated[FiniteFloat, Field(gt=0, le=1)]  # the share of products and attention in such a mix
     products: dict[Precision, tuple[Product, ...]]
     attention: dict[Precision, tuple[Attended, ...]]
-    # What only moves bytes, by the names of predict/time/operators.py; the precision is that of activations.
+    # Operators that only move bytes, under their names in predict/time/operators.py; by the precision of activations.
     parts: dict[Precision, dict[str, Curve]]
     host: HostWork | None
     copies: Copies
-    # Bytes/s of memory that an update on all of the host's cores moves; None where it could not be measured, or in a
-    # file that is older than that.
+    # Bytes/s of memory that an update on all of the host's cores moves; None if it could not be measured, or in an
+    # older file.
     host_update: Positive | None = None
     missing: tuple[str, ...] = ()  # what could not be measured, each with its reason

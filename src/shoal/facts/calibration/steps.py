@@ -1,6 +1,6 @@
-"""Steps that were measured while a run tried layouts: a JSON file per kind of device in ``calibration/steps/``.
+"""Measured steps of runs that tried several layouts: one JSON file per kind of device in ``calibration/steps/``.
 
-They are of whole runs on a machine at hand. The next search for the fastest layout of the same work begins with what
+They are of whole runs on a machine at hand. The next search for the fastest layout of the same work starts from what
 the last one learned.
 """
 
@@ -17,17 +17,17 @@ from shoal.facts.cluster.devices import Count, Hardware, Positive
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 
-# Of a recipe, what no step's time depends on.
+# Recipe fields that do not affect a step's time.
 TIMELESS = {
     *("steps", "tokens", "epochs", "lr", "schedule", "warmup", "decay", "seed", "weight_decay", "batch_ramp"),
     *("beta1", "beta2", "eps", "adamw_lr", "lr_min", "lr_reference_batch"),
 }
-# Steps that a file keeps, the last ones.
+# A file keeps this many steps, the latest ones.
 MOST = 1000
 
 
 class MeasuredStep(Hardware):
-    """The median of some steps in one layout, beside what was predicted."""
+    """The median of some steps in one layout, with the prediction."""
 
     work: str  # what all layouts have in common: see ``work_of``
     model: str  # its name, for the reader
@@ -40,14 +40,14 @@ class MeasuredStep(Hardware):
 
 
 class StoredSteps(Hardware):
-    """All that were measured on devices of one kind, the last ones last."""
+    """All steps measured on devices of one kind, latest last."""
 
     format: int
     device: str
     steps: Annotated[tuple[MeasuredStep, ...], Field(max_length=MOST)] = ()
 
     def with_more(self, steps: list[MeasuredStep]) -> StoredSteps:
-        """Of the same work in the same layout the last one counts."""
+        """For the same work in the same layout, the latest counts."""
         found = {(one.work, one.layout): one for one in (*self.steps, *steps)}
         return self.model_copy(update={"steps": tuple(found.values())[-MOST:]})
 
@@ -64,7 +64,7 @@ def forget() -> None:
 
 
 def work_of(model: Model, cluster: Cluster, recipe: Recipe, more: dict[str, Any]) -> str:
-    """A name for everything that decides the time of a step but the layout. ``more``: what the config adds to it."""
+    """An identifier of everything but the layout that determines the step time. ``more``: additions from the config."""
     said = {
         "model": model.model_dump(mode="json", exclude={"name"}),
         "cluster": cluster.model_dump(mode="json"),
@@ -75,6 +75,6 @@ def work_of(model: Model, cluster: Cluster, recipe: Recipe, more: dict[str, Any]
 
 
 def known(device: str, work: str) -> dict[str, MeasuredStep]:
-    """What was measured of this work here, by layout, the fastest first."""
+    """Measurements of this work here, by layout, fastest first."""
     steps = _installed[device].steps if device in _installed else ()
     return {one.layout: one for one in sorted(steps, key=lambda one: one.seconds) if one.work == work}

@@ -16,15 +16,15 @@ class Cluster(Hardware):
     device: Device
     nodes: Count
     devices_per_node: Count
-    fast_domain: Count  # devices that the fast link joins, never more than there are; the last may be smaller
-    fast: Link | None  # None: the devices of a node reach one another over device.host_link
-    network: Link  # one adapter
-    nics: Count  # adapters of one node, which its devices share
-    # Of a node's bandwidth, what the fabric carries between different adapters' rails; 1 where no spine is too thin.
+    fast_domain: Count  # devices that the fast link joins, at most all; the last may be smaller
+    fast: Link | None  # None: the devices of a node communicate over device.host_link
+    network: Link  # per adapter
+    nics: Count  # adapters per node, shared by its devices
+    # The share of a node's bandwidth that the fabric carries between different adapters' rails; 1 with a full spine.
     across_rails: Share = 1.0
-    # Of one node, which its devices share; None: as in the vendors' reference systems.
+    # Per node, shared by its devices; None: as in the vendors' reference systems.
     host_memory: Memory | None = None
-    host_bandwidth: Positive | None = None  # bytes/s of that memory, as an optimizer on all cores reaches
+    host_bandwidth: Positive | None = None  # bytes/s of that memory, as reached by an optimizer on all cores
     nvme: Memory | None = None  # bytes of local disks
 
     @property
@@ -42,7 +42,7 @@ class Cluster(Hardware):
         return self.domain if self.domain < self.devices else None
 
     def __str__(self) -> str:
-        """The shortest notation that parses back to this cluster; its name where only that does."""
+        """The shortest notation that parses back to this cluster, or its name if there is none."""
         device = self.device
         as_catalogued = (
             device == devices.find(device.name)
@@ -72,9 +72,9 @@ def assemble(
     nics: int | None = None,
     across_rails: float = 1.0,
 ) -> Cluster:
-    """A cluster with the device's own links and domain wherever none are given."""
+    """A cluster with the device's own links and domain, unless others are given."""
     if fast_domain is None and fast is not None and device.fast is None:
-        fast_domain = devices_per_node  # a link the catalogue does not know: the usual one, within a node
+        fast_domain = devices_per_node  # a link that the catalogue does not know: assumed within a node
     elif fast_domain is None:
         fast_domain = _domain(device, nodes, devices_per_node)
     cluster = Cluster(
@@ -97,18 +97,18 @@ def assemble(
 
 
 def default_per_node(device: Device, count: int) -> int:
-    """Devices in each node where the user only said how many there are."""
+    """Devices per node if the user gave only a total."""
     return min(count, device.devices_per_node or count)
 
 
 def default_nics(device: Device, devices_per_node: int) -> int:
-    """Adapters of a node: as many for each device as in the usual one, and at least one."""
+    """Adapters per node: as many per device as usual, and at least one."""
     usual = device.devices_per_node or devices_per_node
     return max(1, round((device.nics or usual) * devices_per_node / usual))
 
 
 def _domain(device: Device, nodes: int, devices_per_node: int) -> int:
-    """How far the fast link reaches: within the node, unless the device is built to reach beyond it."""
+    """How far the fast link reaches: within the node, unless the device is built to reach further."""
     beyond_the_node = device.devices_per_node is not None and device.fast_domain > device.devices_per_node
     return min(device.fast_domain, nodes * devices_per_node if beyond_the_node else devices_per_node)
 

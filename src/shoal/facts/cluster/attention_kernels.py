@@ -1,4 +1,4 @@
-"""Which attention kernel a device uses; prediction and dry run must agree, because memory depends on it."""
+"""Which attention kernel a device uses. Prediction and dry run must agree, because memory depends on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ AttentionKernel = Literal["fused", "unfused"]
 
 
 def attention_kernel(device: Device, precision: Precision) -> AttentionKernel:
-    """As torch's SDPA chooses: fused kernels (cuDNN's, flash, memory-efficient; a CPU's own) keep no scores.
+    """The kernel that torch's SDPA chooses: fused ones (cuDNN's, flash, memory-efficient; a CPU's own) save no scores.
 
     CUDA has none for fp64.
     """
@@ -18,16 +18,17 @@ def attention_kernel(device: Device, precision: Precision) -> AttentionKernel:
 
 
 def repeats_keys(bytes_a_value: int) -> bool:
-    """Whether heads that share keys and values are given copies of them: no fused kernel of CUDA's shares in fp32.
+    """Whether shared key/value heads are repeated for every query head: no fused CUDA kernel shares them in fp32.
 
-    On every device alike, so that a run without a GPU shows what one with it holds.
+    The same on every device, so that a run without a GPU shows what a GPU would hold.
     """
     return bytes_a_value >= 4
 
 
 def answers_by_token(cpu: bool, bytes_a_value: int) -> bool:
-    """Whether attention's result lies token by token, as the next projection reads it; else it is copied once more.
+    """Whether attention's output is laid out by token, as the next projection reads it; otherwise it is copied once
+    more.
 
-    CUDA's kernel for fp32 does (the memory-efficient one). Those for 16 bits, cuDNN's, answer head by head, as CPU's.
+    CUDA's fp32 kernel (memory-efficient) does. Its 16-bit kernels (cuDNN's) and those of CPUs return it by head.
     """
     return not cpu and bytes_a_value >= 4

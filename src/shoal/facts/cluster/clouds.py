@@ -1,8 +1,8 @@
-"""Cloud instances by name: which devices one has, and the network adapters it comes with.
+"""Cloud instances by name: their devices and network adapters.
 
-From the providers' pages on accelerated instances (AWS EC2 instance types and SageMaker's ``ml.`` names, Google Cloud's
-GPU machine types, Azure's ND, NC and NCads series). A network is what devices use between instances: EFA, InfiniBand or
-GPUDirect-TCPX where there is one, else what the instance has at all.
+From the providers' pages on accelerated instances (AWS EC2 instance types and SageMaker's ``ml.`` names, Google
+Cloud's GPU machine types, Azure's ND, NC and NCads series). The network is what devices use between instances: EFA,
+InfiniBand or GPUDirect-TCPX if there is one, otherwise whatever the instance has.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ GIGABIT = 1e9 / 8
 
 
 class Instance(NamedTuple):
-    """One machine of a cloud."""
+    """One cloud machine type."""
 
     device: str
     devices: int
     nics: int
-    gigabits: float  # of one adapter
+    gigabits: float  # per adapter
     fabric: str
 
     @property
@@ -31,7 +31,7 @@ class Instance(NamedTuple):
 
 
 def _aws() -> dict[str, Instance]:
-    """EC2. What has no EFA that devices can use has Ethernet."""
+    """EC2. Instances without an EFA usable by devices have Ethernet."""
     found = {
         "p3.2xlarge": Instance("V100-16GB", 1, 1, 10, "Ethernet"),
         "p3.8xlarge": Instance("V100-16GB", 4, 1, 10, "Ethernet"),
@@ -58,7 +58,7 @@ def _aws() -> dict[str, Instance]:
         "g6e.24xlarge": Instance("L40S", 4, 1, 200, "EFA"),
         "g6e.48xlarge": Instance("L40S", 8, 4, 100, "EFA"),
     }
-    # Sizes with one device, by what their network bursts to.
+    # Sizes with one device, by their network's burst rate.
     for family, device, sizes in (
         ("g4dn", "T4", {"xlarge": 25, "2xlarge": 25, "4xlarge": 25, "8xlarge": 50, "16xlarge": 50}),
         ("g5", "A10G", {"xlarge": 10, "2xlarge": 10, "4xlarge": 25, "8xlarge": 25, "16xlarge": 25}),
@@ -130,13 +130,13 @@ INSTANCES: dict[str, Instance] = {**_aws(), **_google(), **_azure()}
 
 
 def find(name: str) -> Instance | None:
-    """By its name, in any case; SageMaker's ``ml.`` and Azure's ``Standard_`` may be there or not."""
+    """By name, in any case, with or without SageMaker's ``ml.`` and Azure's ``Standard_``."""
     words = name.strip().lower().removeprefix("ml.")
     return INSTANCES.get(words) or INSTANCES.get(f"standard_{words}")
 
 
 def relatives(name: str) -> list[str]:
-    """The instances of its family, for a name that is none of them."""
+    """The instances of the same family, for an unknown name."""
     family = _family(name.strip().lower().removeprefix("ml."))
     return [known for known in INSTANCES if _family(known) == family]
 

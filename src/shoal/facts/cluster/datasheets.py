@@ -10,9 +10,9 @@ NVLINK2 = Link(kind="NVLink 2", bandwidth=150e9, latency=3e-6)
 NVLINK3 = Link(kind="NVLink 3", bandwidth=300e9, latency=3e-6)
 NVLINK4 = Link(kind="NVLink 4", bandwidth=450e9, latency=3e-6)
 NVLINK5 = Link(kind="NVLink 5", bandwidth=900e9, latency=3e-6)
-# As the export versions have it: 8 of 12, or of 18, links.
+# The export versions: 8 of 12, or of 18, links.
 NVLINK_400 = Link(kind="NVLink, 400 GB/s", bandwidth=200e9, latency=3e-6)
-# Of two cards side by side.
+# Between two neighbouring cards.
 NVLINK_BRIDGE = Link(kind="NVLink bridge, 600 GB/s", bandwidth=300e9, latency=3e-6)
 EDR = Link(kind="InfiniBand EDR 100 Gb/s", bandwidth=12.5e9, latency=5e-6)
 HDR = Link(kind="InfiniBand HDR 200 Gb/s", bandwidth=25e9, latency=5e-6)
@@ -24,14 +24,14 @@ ETHERNET_100 = Link(kind="Ethernet 100 Gb/s", bandwidth=12.5e9, latency=20e-6)
 
 
 def _usable(gibibytes: float) -> int:
-    """The driver's total, seen to two decimals, rounded down to whole MiB so as not to promise more."""
+    """Bytes of the driver's total, known to two decimals of a GiB, rounded down to whole MiB."""
     return int(gibibytes * 1024) * 2**20
 
 
 def _teraflops(
     fp64: float, fp32: float, tf32: float | None, half: float, fp8: float | None = None
 ) -> dict[Precision, float]:
-    """Peaks as datasheets print them. No device that has both bf16 and fp16 has different rates for them."""
+    """Peaks as printed in datasheets. Devices with both bf16 and fp16 have the same rate for them."""
     rates: dict[Precision, float] = {"fp64": fp64, "fp32": fp32, "bf16": half, "fp16": half}
     if tf32 is not None:
         rates["tf32"] = tf32
@@ -46,14 +46,14 @@ _NETWORK_ASSUMED = "Network: assumed, these cards come in many servers."
 
 
 def _first_tensor_cores(fp64: float, fp32: float, fp16: float) -> dict[Precision, float]:
-    """Before Ampere: units for fp16, none for bf16, tf32 or fp8."""
+    """Before Ampere: tensor cores for fp16, none for bf16, tf32 or fp8."""
     return {"fp64": fp64 * 1e12, "fp32": fp32 * 1e12, "fp16": fp16 * 1e12}
 
 
 _A100_PEAKS = _teraflops(19.5, 19.5, 156, 312)
 _HOPPER_SXM_PEAKS = _teraflops(66.9, 66.9, 494.7, 989.4, 1978.9)
 _MI300_PEAKS = _teraflops(163.4, 163.4, 653.7, 1307.4, 2614.9)
-# All seven links together; between one pair of devices it is a seventh.
+# All seven links together; a pair of devices gets a seventh.
 INFINITY_FABRIC_3 = Link(kind="Infinity Fabric, 7 links", bandwidth=448e9, latency=3e-6)
 
 CPU = Device(

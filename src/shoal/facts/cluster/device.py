@@ -1,7 +1,7 @@
-"""Device: what one accelerator is, as a datasheet says it.
+"""Device: one accelerator, as described by its datasheet.
 
-Units are bytes, bytes/s, FLOP/s, seconds and watts. Peaks are dense, never with sparsity. Links are per direction: what
-a vendor calls a 900 GB/s NVLink is 450e9 here. A fast link is one device's, a network one adapter's.
+Units are bytes, bytes/s, FLOP/s, seconds and watts. Peaks are dense, never with sparsity. Links are per direction:
+what a vendor calls a 900 GB/s NVLink is 450e9 here. A fast link is per device, a network per adapter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
-# Far beyond any machine, and far from where arithmetic ends: products of a few of these are still numbers.
+# Far beyond any machine, yet safe for arithmetic: products of a few of these are still finite.
 Positive = Annotated[FiniteFloat, Field(ge=1e-12, le=1e24)]
 Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
 Latency = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(gt=0, le=1 << 53, strict=True)]
 
 GIB = 2**30
 
-# What software computes in where a device has no units of the asked precision: the next that loses nothing.
+# The precision that software uses if a device has no units for the requested one: the next that loses nothing.
 _WIDER: Mapping[Precision, Precision] = {
     "fp8": "bf16",
     "bf16": "fp32",
@@ -31,13 +31,13 @@ _WIDER: Mapping[Precision, Precision] = {
 
 
 class Hardware(BaseModel):
-    """Base of everything that describes machines: frozen, and refuses unknown fields."""
+    """Base of everything that describes machines: frozen, and rejecting unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Link(Hardware):
-    """A way out of one device: bytes/s in one direction, and the seconds before the first byte arrives."""
+    """A link of one device: bytes/s in one direction, and seconds before the first byte arrives."""
 
     kind: str = "unnamed"
     bandwidth: Positive
@@ -49,30 +49,30 @@ PCIE4 = Link(kind="PCIe 4.0 x16", bandwidth=31.5e9, latency=5e-6)
 
 
 class Device(Hardware):
-    """One accelerator, or one CPU. What was neither published nor measured is None, or absent from ``peaks``."""
+    """One accelerator, or one CPU. What is neither published nor measured is None, or absent from ``peaks``."""
 
     name: str
     aliases: tuple[str, ...] = ()
-    memory_bytes: Memory  # what a program can allocate of, as the driver reports it
+    memory_bytes: Memory  # allocatable by a program, as reported by the driver
     peaks: dict[Precision, Positive] = {}  # dense FLOP/s of a matrix product, by precision
     memory_bandwidth: Positive | None = None
-    fast: Link | None = None  # None: the devices of a node reach one another over host_link
+    fast: Link | None = None  # None: the devices of a node communicate over host_link
     fast_domain: Count = 1  # devices that the fast link joins
     host_link: Link = PCIE4
     peer_access: bool = (
-        True  # whether devices without a fast link copy to one another, not through the host's memory
+        True  # whether devices without a fast link copy directly to one another, not through host memory
     )
-    nics: Count | None = None  # network adapters of a node of ``devices_per_node``; None: one a device
+    nics: Count | None = None  # adapters of a node with ``devices_per_node``; None: one per device
     network: Link = Link(kind="Ethernet 10 Gb/s", bandwidth=1.25e9, latency=50e-6)
-    devices_per_node: Count | None = 8  # None: a node holds as many as are asked for
+    devices_per_node: Count | None = 8  # None: a node holds as many as requested
     power: Positive | None = None
     source: str = "described by the user"
 
-    def __hash__(self) -> int:  # pydantic's own would fail on the dict; equality stays field by field
+    def __hash__(self) -> int:  # pydantic's own would fail on the dict; equality still compares every field
         return hash((self.name, self.memory_bytes, tuple(sorted(self.peaks.items()))))
 
     def peak(self, precision: Precision) -> float | None:
-        """FLOP/s at a precision; where the device has no units for it, those of the next wider one it has."""
+        """FLOP/s at a precision; without units for it, those of the next wider one."""
         candidate: Precision | None = precision
         while candidate is not None and candidate not in self.peaks:
             candidate = _WIDER.get(candidate)

@@ -1,4 +1,4 @@
-"""Devices by name: the catalogue's entries, found however a person or a driver spells them."""
+"""Devices by name: the catalogue's entries, found under any spelling by users or drivers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-# Who looks a device up also handles what it is made of.
+# Re-exported: callers that look devices up also use these.
 from shoal.facts.cluster.datasheets import CPU as CPU
 from shoal.facts.cluster.datasheets import DEVICES as DEVICES
 from shoal.facts.cluster.device import GIB as GIB
@@ -22,7 +22,7 @@ from shoal.facts.cluster.device import Share as Share
 
 
 def normalised(name: str) -> str:
-    """A device's name without case, spaces and maker, so that a driver's spelling finds its entry."""
+    """A device's name without case, spaces and vendor, so that a driver's spelling finds its entry."""
     words = name.lower().replace("_", "-").replace(" ", "-").strip("-")
     return words.removeprefix("nvidia-").removeprefix("amd-")
 
@@ -33,7 +33,7 @@ _BY_NAME: Mapping[str, Device] = {
 
 
 def find(name: str) -> Device | None:
-    """The entry of that name or alias, in any case and as drivers spell it; None where there is none."""
+    """The entry with that name or alias, in any case and in drivers' spelling, or None."""
     return _BY_NAME.get(normalised(name))
 
 
@@ -41,16 +41,16 @@ ALIKE = str.maketrans("oil", "011")
 
 
 def unknown(name: str) -> tuple[str, str]:
-    """For a name that is not found: what is wrong with it, and what would put it right.
+    """For an unknown name: the problem and its fix.
 
-    An entry is suggested where its name was begun or is written differently, never where it only looks alike: a plan
-    for another device would be off by as much as they differ.
+    An entry is suggested if the name is its beginning or another spelling of it, never if it only looks similar: a
+    plan for another device would be wrong by the difference between them.
     """
     catalogue = f"known: {', '.join(device.name for device in DEVICES)}"
     words = normalised(name)
     if not words:
         return "the device is missing", f"{catalogue}; or describe it in a TOML file"
-    # notation.py has all that may stand in such a file.
+    # notation.py describes everything that may be in such a file.
     described = (
         "describe it in a cluster TOML, with its datasheet's numbers in place of these: "
         f"device = {{name = {json.dumps(name.strip())}, memory_bytes = 32e9, peaks = {{bf16 = 100e12}}}}"
@@ -61,7 +61,7 @@ def unknown(name: str) -> tuple[str, str]:
     begun = [
         entry for key, entry in entries.items() if key.startswith(words) and _letters(key) == _letters(words)
     ]
-    # A letter for the digit that looks like it is no other device.
+    # A letter in place of a similar-looking digit still means the same device.
     alike = [entry for key, entry in entries.items() if key.translate(ALIKE) == words.translate(ALIKE)]
     for meant in (begun, alike):
         if len(meant) == 1:

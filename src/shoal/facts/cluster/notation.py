@@ -2,8 +2,8 @@
 
 ``64xH100@4x200`` says that a node has 4 network adapters of 200 Gb/s; ``@200``, one.
 
-A file describes what the catalogue does not know. Everything but ``device`` has a default; what is left out
-of a link keeps the device's value::
+A file describes what the catalogue does not know. Everything but ``device`` has a default; what is left out of a link
+keeps the device's value::
 
     device = "H100"            # a name of the catalogue, or a table [device]: name and memory_bytes, then as
                                # known peaks = {bf16 = 989e12}, memory_bandwidth, power and the other fields
@@ -11,11 +11,11 @@ of a link keeps the device's value::
     nodes = 4                  # default 1
     devices_per_node = 8       # default: the device's
     fast_domain = 8            # devices that the fast link joins; default: the device's, 72 in an NVL72
-    host_memory = 2e12         # bytes of memory of one node; default: 256 GiB a device, 128 of an RTX card
+    host_memory = 2e12         # bytes of memory of one node; default: 256 GiB per device, 128 of an RTX card
     host_bandwidth = 400e9     # bytes/s of it that an optimizer on all cores reaches; default: facts.calibration
-    nvme = 30e12               # bytes of local disks of one node; default: 3.84 TB a device
-    nics = 4                   # network adapters of one node; default: one a device, or the device's where there is no
-                               # table [network]
+    nvme = 30e12               # bytes of local disks of one node; default: 3.84 TB per device
+    nics = 4                   # network adapters of one node; default: one per device, or the device's where there is
+                               # no table [network]
     across_rails = 0.5         # of a node's bandwidth, what the fabric carries between different adapters; default 1
 
     [fast]                     # bytes/s in one direction and seconds, for one device
@@ -61,7 +61,7 @@ _ADAPTERS = re.compile(
 
 
 def find(text: str, visible: str | None = None) -> Cluster:
-    """A cluster as the user writes one. ``visible`` is CUDA_VISIBLE_DEVICES, for ``local`` alone."""
+    """Parse a cluster as the user writes it. ``visible``: CUDA_VISIBLE_DEVICES, for ``local`` alone."""
     text = text.strip()
     if text.lower() == "local":
         return this_machine.look(visible)
@@ -81,7 +81,7 @@ def find(text: str, visible: str | None = None) -> Cluster:
 
 
 def _with_adapters(text: str, cluster: Cluster, adapters: str) -> Cluster:
-    """``4x200``: so many of so many Gb/s in every node."""
+    """``4x200``: four adapters of 200 Gb/s in every node."""
     found = _ADAPTERS.fullmatch(adapters.strip())
     count, gigabits = (int(found[1] or 1), float(found[2])) if found else (0, 0.0)
     if not count or not gigabits:
@@ -99,7 +99,7 @@ def _from_cloud(text: str, nodes: str, name: str) -> Cluster:
     device = devices.find(instance.device) if instance else None
     if instance is None or device is None or not _is_count(nodes):
         raise BadInput(f"{text!r}: {nodes!r} is not a number of instances", f"1 to {MOST_DEVICES}: 2x{name}")
-    # An instance with more devices than the usual node has them on one switch all the same.
+    # An instance with more devices than the usual node still has them on one switch.
     domain = instance.devices if device.fast and instance.devices > device.fast_domain > 2 else None
     network, nics = instance.network, instance.nics
     return assemble(text, device, int(nodes), instance.devices, domain, network=network, nics=nics)
@@ -141,12 +141,12 @@ def _from_notation(text: str, first: str, second: str | None, device_name: str) 
 
 
 def _is_count(word: str) -> bool:
-    # The length comes first because Python refuses to read endless numbers.
+    # The length comes first because Python refuses to parse very long numbers.
     return word.isdecimal() and len(word) <= 20 and 1 <= int(word) <= MOST_DEVICES
 
 
 class _File(Hardware):
-    """What a cluster file may hold besides its device."""
+    """The contents of a cluster file besides its device."""
 
     nodes: Count = 1
     devices_per_node: Count | None = None
@@ -165,7 +165,7 @@ def _from_file(text: str) -> Cluster:
         table = parse_toml(read_settings(Path(text)))
     except FileNotFoundError:
         raise BadInput(f"there is no cluster file {text}", FORMS) from None
-    except (OSError, ValueError) as error:  # not there to read, not UTF-8, not TOML
+    except (OSError, ValueError) as error:  # unreadable, not UTF-8, not TOML
         raise BadInput(
             f"cannot read {text}: {error}", 'a TOML file in UTF-8, such as: device = "H100"'
         ) from None
@@ -199,7 +199,7 @@ def _from_file(text: str) -> Cluster:
 
 
 def _device(path: str, written: Any, problems: list[Problem]) -> Device | None:
-    """The device a file names or describes; what is wrong with it goes to ``problems``."""
+    """The device that a file names or describes; its errors are added to ``problems``."""
     if isinstance(written, str):
         device = devices.find(written)
         if device is None:
@@ -217,7 +217,7 @@ def _device(path: str, written: Any, problems: list[Problem]) -> Device | None:
 
 
 def _explain(error: ValidationError, schema: type[BaseModel], where: str) -> list[Problem]:
-    """Pydantic's findings in words of ours, each with what would be right."""
+    """pydantic's errors in our words, each with its fix."""
     problems = []
     for finding in error.errors():
         path = [str(part) for part in finding["loc"]]

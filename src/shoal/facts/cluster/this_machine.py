@@ -1,4 +1,4 @@
-"""Detect this machine as a cluster of one node, without torch and without delay."""
+"""Detect this machine as a cluster of one node, quickly and without torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from shoal.facts.cluster import Cluster, assemble, devices
 from shoal.facts.cluster.devices import CPU, Device, Precision
 
-# memory.reserved is what the driver keeps for itself: total less reserved is what CUDA shows a program.
+# memory.reserved is what the driver keeps for itself: total minus reserved is what CUDA shows a program.
 QUERY = ("--query-gpu=name,memory.total,memory.reserved,uuid", "--format=csv,noheader,nounits")
 PATIENCE = 20.0  # seconds; the first call after boot loads the driver
-SMALLEST_AMD = 8 * devices.GIB  # less is a display adapter or a processor's own graphics
+SMALLEST_AMD = 8 * devices.GIB  # smaller ones are display adapters or integrated graphics
 
 Runner = Callable[[], str]
 
 ASSUMED_CLOCK = 2.5e9
-ASSUMED_BANDWIDTH = 10e9  # bytes/s a core, about what servers have when all cores read at once
+ASSUMED_BANDWIDTH = 10e9  # bytes/s per core, typical for servers with all cores reading
 
-# fp32 FLOP a cycle a core: lanes × 2 (multiply and add) × pipes. The first flag that is there counts.
+# fp32 FLOP per cycle and core: lanes × 2 (multiply and add) × pipes. The first flag present counts.
 FP32_A_CYCLE = (
     ("avx512f", 64, "two 512-bit FMA pipes (AVX-512)"),
     ("avx2", 32, "two 256-bit FMA pipes (AVX2)"),
@@ -34,13 +34,13 @@ FP32_A_CYCLE = (
     ("avx", 16, "256-bit multiply and add pipes (AVX)"),
     ("", 8, "128-bit multiply and add pipes"),
 )
-# bf16 FLOP for each fp32 FLOP, where the processor has instructions for it.
+# bf16 FLOP per fp32 FLOP, if the processor has instructions for it.
 BF16_A_FP32 = (("amx_bf16", 16), ("avx512_bf16", 2), ("bf16", 4))
 
 
 @dataclass(frozen=True)
 class DetectedDevice:
-    """One accelerator as its driver describes it. What the driver did not say is None."""
+    """One accelerator as described by its driver. Missing information is None."""
 
     name: str
     total: int | None
@@ -50,7 +50,7 @@ class DetectedDevice:
 
 @dataclass(frozen=True)
 class Cores:
-    """What /proc/cpuinfo says, as far as a peak needs it."""
+    """The contents of /proc/cpuinfo that determine a peak."""
 
     flags: frozenset[str]
     clock: float | None  # Hz
@@ -58,23 +58,22 @@ class Cores:
 
 
 def look(visible: str | None = None, run: Runner | None = None) -> Cluster:
-    """This machine: its accelerators of the commonest kind, or one ``cpu`` that is the whole machine.
+    """This machine: its accelerators of the most common kind, or one ``cpu`` for the whole machine.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES holds (None where it is not set). ``run`` answers in place of
-    nvidia-smi.
+    ``visible``: CUDA_VISIBLE_DEVICES (None if not set). ``run`` replaces the call of nvidia-smi.
     """
     host_memory = machine_memory()
     found = chosen(parse_nvidia_smi((run or nvidia_smi)()) or amd(), visible)
     if not found:
         return assemble("local", processor(host_memory), 1, 1, host_memory=host_memory)
-    # A run uses devices of one kind; an odd one out (a card for the screen) does not take part.
+    # A run uses devices of one kind; an odd one out (a display card) is ignored.
     (name, count) = Counter(one.name for one in found).most_common(1)[0]
     device = described(next(one for one in found if one.name == name), host_memory)
     return assemble("local", device, 1, count, fast_domain=_joined(device, count), host_memory=host_memory)
 
 
 def nvidia_smi(*query: str) -> str:
-    """What nvidia-smi prints; nothing where there is none, where it fails, or where it hangs."""
+    """nvidia-smi's output; empty if it is missing, fails, or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -93,7 +92,7 @@ def nvidia_smi(*query: str) -> str:
 
 
 def parse_nvidia_smi(text: str) -> list[DetectedDevice]:
-    """One device a line: name, total MiB, then reserved MiB and identifier where the driver gives them."""
+    """One device per line: name, total MiB, then reserved MiB and identifier if the driver gives them."""
     found = []
     for line in text.splitlines():
         name, *rest = (cell.strip() for cell in line.split(","))
@@ -104,13 +103,13 @@ def parse_nvidia_smi(text: str) -> list[DetectedDevice]:
 
 
 def _mebibytes(cell: str) -> int | None:
-    """``81559`` or ``81559 MiB``; None for ``[N/A]``, which machines with one memory for all answer."""
+    """``81559`` or ``81559 MiB``; None for ``[N/A]``, as on machines with unified memory."""
     number = cell.removesuffix("MiB").strip()
     return (int(number) * 2**20 or None) if number.isdecimal() else None
 
 
 def amd(root: Path = Path("/sys/class/drm")) -> list[DetectedDevice]:
-    """AMD accelerators as the kernel lists them."""
+    """AMD accelerators as listed by the kernel."""
     found = []
     for card in sorted(root.glob("card[0-9]*/device")):
         memory = _read(card / "mem_info_vram_total")
@@ -130,7 +129,7 @@ def _read(path: Path) -> str:
 
 
 def chosen(found: list[DetectedDevice], visible: str | None) -> list[DetectedDevice]:
-    """Those that CUDA_VISIBLE_DEVICES lets through: as in CUDA, the first bad entry ends the list."""
+    """The devices that CUDA_VISIBLE_DEVICES selects: as in CUDA, the first bad entry ends the list."""
     if visible is None:
         return found
     picked: list[DetectedDevice] = []
@@ -152,7 +151,7 @@ def described(found: DetectedDevice, host_memory: int) -> Device:
     if found.total is None:
         memory = known.memory_bytes if known else host_memory
     elif found.reserved is None and known and abs(found.total / known.memory_bytes - 1) < 0.1:
-        memory = known.memory_bytes  # the total alone counts what the driver keeps; the catalogue does not
+        memory = known.memory_bytes  # the total alone includes the driver's part
     else:
         memory = found.total - (found.reserved or 0)
     if known:
@@ -165,7 +164,7 @@ def described(found: DetectedDevice, host_memory: int) -> Device:
 
 
 def _joined(device: Device, count: int) -> int:
-    """The devices of this machine that the fast link joins: all of them, but for bridges, which join pairs."""
+    """The devices of this machine that the fast link joins: all of them, except for bridges, which join pairs."""
     if device.fast is None:
         return 1
     return device.fast_domain if count % device.fast_domain == 0 else count
@@ -188,29 +187,29 @@ def processor(memory_bytes: int) -> Device:
 
 
 def usable_threads() -> int:
-    """Hardware threads that this process may keep busy: its affinity mask's, or fewer by its control group's quota."""
+    """Hardware threads that this process may use: by its affinity mask, or fewer by its cgroup's quota."""
     mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = cpu_quotas(_read(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup"))
-    # Of 1.5 processors' time two threads get three quarters each, and wait for each other for the rest.
+    # With a quota of 1.5 processors, two threads get three quarters each and wait for each other otherwise.
     return max(1, min([mask, *map(int, quotas)]))
 
 
 def cpu_quotas(membership: str, root: Path) -> list[float]:
-    """How many processors' time the control groups of /proc/self/cgroup, and all that contain them, may use."""
+    """The CPU quotas of the cgroups in /proc/self/cgroup and of all their parents, in processors."""
     found = []
     for unified, directory in _control_groups(membership, root, "cpu"):
         if unified:
             quota, _, period = _read(directory / "cpu.max").partition(" ")
         else:
             quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        # "max" and -1 are no limit.
+        # "max" and -1 mean no limit.
         if quota.isdecimal() and period.isdecimal() and int(period) > 0:
             found.append(int(quota) / int(period))
     return found
 
 
 def parse_cpuinfo(text: str) -> Cores:
-    """The first entry stands for all, but for the clock. Empty text (no /proc) leaves what we may assume."""
+    """The first entry stands for all, except for the clock. Empty text (no /proc) leaves the assumptions."""
     fields: dict[str, str] = {}
     for line in text.split("\n\n", 1)[0].splitlines():
         key, _, value = line.partition(":")
@@ -228,7 +227,7 @@ def parse_cpuinfo(text: str) -> Cores:
 
 
 def estimate(cores: Cores, count: int) -> tuple[dict[Precision, float], str]:
-    """Peaks of so many cores, and the assumption they rest on, in words."""
+    """Peaks of ``count`` cores, and the assumption behind them, in words."""
     fp32_a_cycle, pipes = next(
         (flops, words) for flag, flops, words in FP32_A_CYCLE if not flag or flag in cores.flags
     )
@@ -243,7 +242,7 @@ def estimate(cores: Cores, count: int) -> tuple[dict[Precision, float], str]:
 
 
 def machine_memory() -> int:
-    """Bytes of memory: the machine's, or less where this process's control group allows less."""
+    """Bytes of memory: the machine's, or this process's cgroup limit if that is lower."""
     stated = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
     if stated:
         total = int(stated[1]) * 1024
@@ -253,7 +252,7 @@ def machine_memory() -> int:
 
 
 def memory_limits(membership: str, root: Path) -> list[int]:
-    """Memory limits of the control groups named in /proc/self/cgroup, and of all that contain them."""
+    """Memory limits of the cgroups in /proc/self/cgroup and of all their parents."""
     found = []
     for unified, directory in _control_groups(membership, root, "memory"):
         limit = _read(directory / ("memory.max" if unified else "memory.limit_in_bytes"))
@@ -263,7 +262,7 @@ def memory_limits(membership: str, root: Path) -> list[int]:
 
 
 def _control_groups(membership: str, root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
-    """Directories of a controller's groups, the innermost first; and whether it is of the unified hierarchy (v2)."""
+    """Directories of a controller's cgroups, innermost first, with whether each is in the unified hierarchy (v2)."""
     for line in membership.splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
@@ -274,7 +273,7 @@ def _control_groups(membership: str, root: Path, controller: str) -> Iterator[tu
         else:
             continue
         group = base / path.strip("/")
-        # In a container the path is the host's and leads nowhere; the container's own limit is at the base.
+        # In a container the path is the host's and does not exist; the container's own limit is at the root.
         for directory in (group, *group.parents):
             yield controllers == "", directory
             if directory == base:

@@ -16,16 +16,16 @@ from shoal.facts.losses import Format
 from shoal.facts.model import AdapterKind, Adapters, FrozenBase
 from shoal.facts.recipe import Recipe
 
-# Of a low-rank addition: beyond the width of any layer.
+# The maximum LoRA rank: beyond the width of any layer.
 MOST_RANKS = 1 << 16
-# File systems allow 255 bytes; a run that is moved aside gets a suffix.
+# File systems allow 255 bytes, and a run that is moved aside gets a suffix.
 LONGEST_SLUG = 120
-# The validation set that is held out of what is trained on, and the one that evaluate.source names without a name.
+# The validation set held out of the training data, and the one that evaluate.source defines without a name.
 HELDOUT, VALIDATION = "heldout", "validation"
 
 
 class Section(BaseModel):
-    """Base of the config's tables: unknown keys and values of another type are refused."""
+    """Base of the config's tables: rejects unknown keys and values of another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class RunSection(Section):
 
     @property
     def slug(self) -> str:
-        """The name as one plain directory: letters, digits, ``_ - .``, and never a path or a hidden one."""
+        """The name as a plain directory name: letters, digits, ``_ - .``, never a path or hidden."""
         letters = unicodedata.normalize("NFKC", self.name).lower()
         words = re.sub(r"[^\w.]+", "-", letters).encode()[:LONGEST_SLUG].decode(errors="ignore")
         return words.strip("-.") or "run"
@@ -130,7 +130,7 @@ class MixChange(Section):
 
 
 class MixPart(Section):
-    """One source of a mix. What it does not say of its rows, the data section says."""
+    """One source of a mix. Row settings that it omits come from the data section."""
 
     source: str = Field(min_length=1, description="as data.source")
     weight: float = Field(1.0, ge=0, description="its share of the samples, relative to the other weights")
@@ -209,7 +209,7 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_origin(cls, given: object) -> object:
-        """A run's own config has the default beside a mix: that is no contradiction."""
+        """Accept a run's own config, which has the default source next to a mix."""
         if isinstance(given, dict) and given.get("mix") and given.get("source", "stdlib") != "stdlib":
             raise ValueError("source = … and mix = … are both set")
         return given
@@ -217,7 +217,7 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _conversations_apart(cls, given: object) -> object:
-        """Conversations that share a row must not read each other."""
+        """Conversations that share a row must not attend to each other."""
         if not isinstance(given, dict) or "within_documents" in given:
             return given
         return {**given, "within_documents": True} if {"chat", "prompt"} & _formats(given) else given
@@ -240,7 +240,7 @@ class DataSection(Section):
 
     @property
     def parts(self) -> list[DataSection]:
-        """Each source with what it says of its rows; one where there is no mix."""
+        """Each source with its row settings; a single one without a mix."""
         names = ("source", "field", "format", "template", "loss_on")
         said = [{name: getattr(part, name) for name in names} for part in self.mix]
         mine = [{name: value for name, value in one.items() if value is not None} for one in said]
@@ -248,7 +248,7 @@ class DataSection(Section):
 
 
 def _formats(given: dict[str, Any]) -> set[str]:
-    """What a data section, as it was written, says of its rows and of those of its parts."""
+    """The row formats in a data section and its parts, as written."""
     mix = given.get("mix")
     tables = [given, *(mix if isinstance(mix, list) else ())]
     return {str(one.get("format")) for one in tables if isinstance(one, dict)}
@@ -277,7 +277,7 @@ class EvaluateSection(Section):
 
     @property
     def sources(self) -> dict[str, str]:
-        """What is validated on beside what data.heldout holds out, by name."""
+        """Validation sources besides data.heldout, by name."""
         if self.source is None:
             return {}
         return {VALIDATION: self.source} if isinstance(self.source, str) else self.source
@@ -467,7 +467,9 @@ class Config(Section):
 
 
 def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
-    """The field of a dotted key such as ``recipe.lr`` or, of a list of tables, ``data.mix.0.source``; None: none."""
+    """The field of a dotted key such as ``recipe.lr`` or, in a list of tables, ``data.mix.0.source``; None: no such
+    key.
+    """
     name, dot, rest = key.partition(".")
     field = schema.model_fields.get(name)
     if field is None or not dot:
@@ -480,13 +482,13 @@ def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
 
 
 def describe(key: str) -> str:
-    """What a value means, in the schema's words."""
+    """A value's meaning, from the schema."""
     field = find_field(key)
     return (field.description or "") if field else ""
 
 
 def type_of(field: FieldInfo) -> Any:
-    """A field's type, with ``| None`` taken off."""
+    """A field's type without ``| None``."""
     annotation: Any = field.annotation
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
@@ -495,13 +497,13 @@ def type_of(field: FieldInfo) -> Any:
 
 
 def table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The schema of a field that is a table."""
+    """The schema of a field that is a table, or None."""
     kind = type_of(field)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The schema of the items of a field that is a list of tables."""
+    """The item schema of a field that is a list of tables, or None."""
     kind = type_of(field)
     item = next(iter(typing.get_args(kind)), None) if typing.get_origin(kind) in (list, tuple) else None
     return item if isinstance(item, type) and issubclass(item, BaseModel) else None

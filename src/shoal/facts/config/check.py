@@ -18,7 +18,7 @@ from shoal.facts.layout import READERS
 from shoal.facts.problem import Problem, closest, did_you_mean
 from shoal.facts.redact import holds_password, redact
 
-# pydantic's words for what our schema can refuse, in ours.
+# pydantic's error types for our schema, in our words.
 _MUST = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -41,14 +41,14 @@ _MUST = {
     "value_error": "{error}",
 }
 _LONGEST_VALUE = 60
-# What was written there in error may be a secret: NAME=value, a URL with a key.
+# Values written here by mistake may be secrets: NAME=value, a URL with a key.
 _NOT_QUOTED = ("run.environment", "checkpoint.to")
-# Names that say little without their table: data.path is not model.path.
+# Names that are ambiguous without their table: data.path is not model.path.
 COMMON = {"path", "name", "dir", "to", "on", "memory", "enabled", "source", "field", "keep"}
 
 
 def place_of(places: dict[str, str], key: str) -> str:
-    """Where a value was written: at its key, within it (as in ``recipe.lr = 1``), or at a table around it."""
+    """Where a value was written: at its key, within it (as in ``recipe.lr = 1``), or at an enclosing table."""
     inside = (place for known, place in places.items() if known.startswith(key + "."))
     place = places.get(key) or next(inside, "")
     table = key.rpartition(".")[0]
@@ -58,7 +58,7 @@ def place_of(places: dict[str, str], key: str) -> str:
 def remove_unknown(
     values: dict[str, Any], places: dict[str, str], schema: type[BaseModel] = Config, prefix: str = ""
 ) -> list[Problem]:
-    """Take out every key that the schema does not have, and say so: what is left can be checked further."""
+    """Remove and report every key that is not in the schema, so that the rest can be checked further."""
     problems = []
     for name in list(values):
         key = prefix + name
@@ -75,7 +75,7 @@ def remove_unknown(
 
 
 def refuse_passwords(flat: dict[str, Any], places: dict[str, str]) -> list[Problem]:
-    """A config is copied, shown and kept with its run, so it is no place for what opens a door."""
+    """Reject credentials: a config is copied, shown and stored with its run."""
     return [
         _placed(
             places,
@@ -97,9 +97,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, str]) -> list[Problem]:
-    """A key that the schema does not have; of a whole table of another tool's, each key that has an answer."""
+    """Report an unknown key; for a whole table of another tool, every key that has a counterpart."""
     outer, _, name = key.rpartition(".")
-    if outer.rpartition(".")[2].isdecimal():  # in a list of tables, which have keys of their own
+    if outer.rpartition(".")[2].isdecimal():  # in a list of tables, whose keys are separate
         other = (meaning(name) or Meaning()).key.rpartition(".")[2]
         word = other if other in schema.model_fields else name
         fix = did_you_mean(word, schema.model_fields)
@@ -114,7 +114,9 @@ def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, st
 
 
 def _known_elsewhere(key: str, value: Any) -> str:
-    """What is called so later, in another tool, in a layout, or in another table; nothing where none of them does."""
+    """The counterpart of a name: a later version's, another tool's, a layout's, or another table's; empty if there is
+    none.
+    """
     if key in LATER:
         return f"not yet: {LATER[key]}"
     name = key.rpartition(".")[2]
@@ -126,13 +128,13 @@ def _known_elsewhere(key: str, value: Any) -> str:
         return f'it is {known.layout} of the layout here: layout = "{pair}"{beside}'
     if known is not None:
         return known.sentence or f"it is {known.key} here: {describe(known.key)}"
-    # The same key in another table is the commonest slip, unless many things have such a name.
+    # The same key in another table is the commonest mistake, unless the name is ambiguous.
     elsewhere = keys_called(name)
     return f"did you mean {' or '.join(map(repr, elsewhere))}?" if elsewhere else ""
 
 
 def keys_called(name: str) -> list[str]:
-    """Every key of that name, whatever its table; none where a table is needed to know what it means."""
+    """Every key of that name in any table; none if it is ambiguous without its table."""
     return [] if name in COMMON else [key for key in _keys(Config) if key.rpartition(".")[2] == name]
 
 
@@ -153,7 +155,7 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def explain(error: ValidationError, places: dict[str, str]) -> list[Problem]:
-    """Every refused value, where it was written, what it must be and what it means."""
+    """For every rejected value: where it was written, what it must be, and what it means."""
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"]), []).append(detail)
@@ -161,7 +163,7 @@ def explain(error: ValidationError, places: dict[str, str]) -> list[Problem]:
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """The dotted key of a pydantic location, which also names the arm of a union that was tried."""
+    """The dotted key of a pydantic location, which also contains the union branch that was tried."""
     key = ""
     for part in location:
         longer = f"{key}.{part}" if key else str(part)
@@ -176,7 +178,7 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
     detail, field = details[0], find_field(key)
     given = detail["input"]
     if len(details) > 1:
-        must = "has a type that it cannot have"  # a union, whose arms have all said no
+        must = "has a type that it cannot have"  # a union whose branches all failed
     else:
         ours = _MUST.get(detail["type"])
         must = ours.format(**detail.get("ctx", {})) if ours else detail["msg"]
@@ -199,7 +201,7 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
         return what, f'{key} = "{meant}"'
     table = table_of(field)
     if table is not None and detail["type"] == "value_error":
-        # Values that are right by themselves and contradict each other: only those are the matter.
+        # Values that are valid alone and contradict each other: report only those.
         named = [f"{key}.{name}" for name in table.model_fields if re.search(rf"\b{name} = ", must)]
         if len(named) > 1:
             return what, f"keep one: {' or '.join(named)}"
@@ -214,18 +216,18 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
 
 
 def _placed(places: dict[str, str], key: str, what: str, fix: str) -> Problem:
-    """A problem with a value, said where that was written."""
+    """A problem with a value, located where that was written."""
     place = place_of(places, key)
     return Problem(f"{place}: {what}" if place else what, fix, where_of(place, key))
 
 
 def where_of(place: str, key: str) -> str | None:
-    """A place for a program to read: of several ``--set`` which one; None where the value is a default."""
+    """A machine-readable location: which of several ``--set``; None if the value is a default."""
     return f"{place} {key}" if place == "--set" else place or None
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it, on one line."""
+    """A value as one line of TOML."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_none=True)
     if isinstance(value, list):

@@ -24,13 +24,13 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem, shorten
 from shoal.facts.redact import redact_values
 
-# Ways to say how long a run is.
+# Ways to specify the length of a run.
 LENGTHS = ("steps", "tokens", "epochs")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and, for every dotted key that was given, where: ``FILE:LINE``, ``--set``, ``--layout``, …"""
+    """A config and the origin of every dotted key that was given: ``FILE:LINE``, ``--set``, ``--layout``, …"""
 
     config: Config
     origins: dict[str, str]
@@ -40,7 +40,7 @@ class Loaded:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Inside, a problem that names a key of this config, or begins with one, also says where that was written."""
+        """In this context, a problem that names a key of this config, or begins with one, also reports its origin."""
         try:
             yield
         except BadInput as error:
@@ -55,7 +55,7 @@ class Loaded:
 
 
 def load(path: Path | None, overrides: list[str] | None = None, layout: str | None = None) -> Loaded:
-    """Read a file, then ``--set``, then ``--layout``; report everything wrong with all three at once."""
+    """Read a file, then ``--set``, then ``--layout``; all errors in the three are reported at once."""
     text = _read(path) if path else ""
     values = _parse(text, path)
     places = {key: f"{path}:{line}" for key, line in key_lines(text).items()}
@@ -87,7 +87,7 @@ def load(path: Path | None, overrides: list[str] | None = None, layout: str | No
 
 
 def write(config: Config) -> str:
-    """The complete config as TOML: what a run directory keeps, so without secrets."""
+    """The complete config as TOML, as stored in a run directory, so without secrets."""
     return tomli_w.dumps(redact_values(config.model_dump(exclude_none=True)))
 
 
@@ -116,14 +116,14 @@ def template() -> str:
         if section != table:
             table = section
             lines += ["", f"[{section}]"]
-        # TOML has no null: a key without a default is shown with nothing to its right.
+        # TOML has no null: a key without a default is shown without a value.
         pair = f"{name} =" if value is None else f"{name} = {toml_value(value)}"
         lines.append(f"# {pair:<36} # {describe(key)}")
     return "\n".join(lines) + "\n"
 
 
 def _base(path: Path | None, place: str) -> Path:
-    """What a path is relative to that was written there."""
+    """The directory that relative paths refer to, depending on where they were written."""
     return Path.cwd() if path is None or place == "--set" else path.parent
 
 
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
 def _parse(text: str, path: Path | None) -> dict[str, Any]:
     try:
         return parse_toml(text)
-    except ValueError as error:  # not only its own error: also numbers without end
+    except ValueError as error:  # not only its own error: also overlong numbers
         if path is not None and (other := not_a_config(path, text)) is not None:
             raise other from None
         fix = (
@@ -162,7 +162,7 @@ def _parse(text: str, path: Path | None) -> dict[str, Any]:
 
 
 def _override(values: dict[str, Any], places: dict[str, str], override: str) -> Problem | None:
-    """Apply one ``a.b=c`` to the values, or say what is wrong with it."""
+    """Apply one ``a.b=c`` to the values, or return what is wrong with it."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.count(".") > DEEPEST:
@@ -179,7 +179,7 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
         table = inner
     field = find_field(key)
     if not text and field is not None and field.default is None:
-        table.pop(last, None)  # TOML has no null, so nothing at all says "none" where that is allowed
+        table.pop(last, None)  # TOML has no null, so an empty value means "none" where that is allowed
     else:
         table[last] = _value(text, field)
     for stale in [known for known in places if known.startswith(key + ".")]:
@@ -189,18 +189,18 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
 
 
 def _value(text: str, field: FieldInfo | None) -> Any:
-    """TOML where it parses and the field is not text; else the text as it stands."""
+    """Parse as TOML unless the field is text or parsing fails; then the text itself."""
     if field is not None and type_of(field) is str:
         return text
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # more than one: the text had lines of its own
+    return parsed["value"] if len(parsed) == 1 else text  # more than one: the text had several lines
 
 
 def _name_after_file(values: dict[str, Any], places: dict[str, str], path: Path) -> None:
-    """Two configs side by side should not share a directory just because neither names its run."""
+    """Name the run after the file, so that two configs side by side do not share a directory."""
     run = values.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"] = path.stem.encode(errors="replace").decode()
@@ -208,7 +208,7 @@ def _name_after_file(values: dict[str, Any], places: dict[str, str], path: Path)
 
 
 def _imply_tokenizer(values: dict[str, Any], places: dict[str, str]) -> None:
-    """A model's own tokenizer, unless another is named: with any other its weights mean nothing."""
+    """Use the model's own tokenizer unless another is named: with any other its weights are meaningless."""
     data = values.setdefault("data", {})
     if not isinstance(data, dict) or "tokenizer" in data:
         return
@@ -218,7 +218,7 @@ def _imply_tokenizer(values: dict[str, Any], places: dict[str, str]) -> None:
 
 
 def _last_word_on_length(values: dict[str, Any], places: dict[str, str]) -> None:
-    """``--set recipe.steps`` also overrides a file's ``tokens`` or ``epochs``, and so on: they say the same thing."""
+    """``--set recipe.steps`` also overrides a file's ``tokens`` or ``epochs``, and so on, since they mean the same."""
     recipe = values.get("recipe")
     if not isinstance(recipe, dict):
         return
@@ -229,7 +229,7 @@ def _last_word_on_length(values: dict[str, Any], places: dict[str, str]) -> None
 
 
 def _check_layout(values: dict[str, Any], places: dict[str, str]) -> list[Problem]:
-    """A layout has several things to say at once, so it is read here and not only as one value of the config."""
+    """A layout can have several errors at once, so it is parsed here and not only as one value of the config."""
     written = values.get("layout")
     if not isinstance(written, str) or written.strip() == "auto":
         return []

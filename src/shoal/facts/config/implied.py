@@ -1,6 +1,6 @@
-"""What a config means where it does not say it: text for a model's weights is tokenised with the model's tokenizer.
+"""Implied settings: text for pretrained weights is tokenised with the model's own tokenizer.
 
-A run keeps what it meant when it began (``kept``): files that come later, or another version, change nothing.
+A run keeps what was implied when it began (``kept``), unaffected by files added later or by another version.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from shoal.facts.config import Config
 from shoal.facts.input.untrusted_files import parse_toml, read_json, read_settings
 
 TOKENIZER, WITHIN = "data.tokenizer", "data.within_documents"
-# Where it may come from, in this order.
+# Where it may come from, in order of precedence.
 ORIGINS = ("model.init_from", "model.path")
 FILE = "tokenizer.json"
-# A tokenizer in another form, which has to be saved as a tokenizer.json first: bytes would mean nothing to the weights.
+# Tokenizers in other formats, which must be converted to tokenizer.json first: with bytes the weights would be
+# meaningless.
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# Of a tokenizer.json that is Shoal's own "bytes", as an export writes it: 256 bytes, an end, no merges.
+# The size of a tokenizer.json that is Shoal's own "bytes", as written by an export: 256 bytes, an end token, no
+# merges.
 BYTES_VOCAB, LARGEST_BYTES = 257, 1 << 15
 
 
 def own_tokenizer(model: object) -> tuple[str, str] | None:
-    """The key that implies a tokenizer, and the tokenizer: of the values of the table ``[model]``."""
+    """The key that implies a tokenizer, and the tokenizer, from the values of the ``[model]`` table."""
     for key in ORIGINS:
         text = model.get(key.partition(".")[2]) if isinstance(model, dict) else None
         found = tokenizer_of(Path(text).expanduser()) if isinstance(text, str) and "\0" not in text else None
@@ -32,7 +34,7 @@ def own_tokenizer(model: object) -> tuple[str, str] | None:
 
 
 def tokenizer_of(path: Path) -> str | None:
-    """That of a model directory (or the config.json in it), of a run or of a checkpoint; None: bytes, or none."""
+    """The tokenizer of a model directory (or of the config.json in it), a run or a checkpoint; None: bytes, or none."""
     try:
         folder = path.parent if path.is_file() else path
         if (folder / FILE).is_file():
@@ -47,7 +49,7 @@ def tokenizer_of(path: Path) -> str | None:
 
 
 def lacks_tokenizer(path: Path) -> bool:
-    """Whether it is a model directory that came without one."""
+    """Whether it is a model directory without a tokenizer."""
     return (path / "config.json").is_file() and not (path / FILE).is_file()
 
 
@@ -62,7 +64,9 @@ def _is_bytes(path: Path) -> bool:
 
 
 def kept(config: Config, said: dict[str, str], run: Path) -> Config:
-    """With what the run in this directory began with, where ``said`` (keys that were written) has no word on it."""
+    """The config with the implied settings stored in this run directory, except for keys in ``said`` (explicitly
+    written).
+    """
     try:
         before: Any = parse_toml(read_settings(run / "config.toml")).get("data", {})
         tokenizer, within = before.get("tokenizer"), before.get("within_documents")

@@ -1,4 +1,4 @@
-"""The line number of every key in a TOML file, for error messages; the standard parser keeps none."""
+"""The line number of every key in a TOML file, for error messages; the standard parser does not keep them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOKEN = re.compile(
 
 @dataclass
 class _OpenTable:
-    """A table, an inline table or an array that we are inside of."""
+    """An enclosing table, inline table or array."""
 
     path: KeyPath
-    index: int | None = None  # of an array: which item we are at
+    index: int | None = None  # in an array: the index of the current item
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -31,9 +31,9 @@ def key_lines(text: str) -> dict[str, int]:
     Items of arrays count from 0: ``data.mix.1.weight`` belongs to the second ``[[data.mix]]``.
     """
     lines: dict[KeyPath, int] = {}
-    items: dict[KeyPath, int] = {}  # arrays of tables, and the last item of each
+    items: dict[KeyPath, int] = {}  # arrays of tables, with the last index of each
     frames = [_OpenTable(())]
-    parts: list[str] = []  # of the key that is being read
+    parts: list[str] = []  # of the current key
     in_key, brackets = True, 0  # brackets: those open around a header
     number, seen = 1, 0
     for token in _TOKEN.finditer(text):
@@ -48,7 +48,7 @@ def key_lines(text: str) -> dict[str, int]:
             brackets += 1
         elif in_key and mark == "]" and parts:
             frame.path = _header(parts, brackets == 2, items)
-            # A table in an array is also the array's: its line is that of the first item.
+            # A table in an array also locates the array: its line is that of the first item.
             for path in (frame.path, tuple(parts)):
                 lines.setdefault(path, number)
             parts, brackets = [], 0
@@ -70,7 +70,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def _header(parts: list[str], array: bool, items: dict[KeyPath, int]) -> KeyPath:
-    """The path of a ``[table]`` or ``[[array]]`` header, with the items of the arrays that it lies in."""
+    """The path of a ``[table]`` or ``[[array]]`` header, including the items of enclosing arrays."""
     path: KeyPath = ()
     for position, part in enumerate(parts, start=1):
         path = (*path, part)

@@ -1,8 +1,8 @@
 """Which config values are input paths, and what they are relative to.
 
-What a file says is relative to the file's directory, what ``--set`` says to the working directory, as in any command.
-Both become absolute when a config is loaded, so that a run's own config.toml can be used from anywhere. ``run.dir`` and
-``data.cache``, where things are written to, stay as they are: they are relative to the working directory.
+Paths in a file are relative to the file's directory, those in ``--set`` to the working directory, as in any command.
+Both become absolute when a config is loaded, so that a run's own config.toml works from anywhere. Output paths
+(``run.dir`` and ``data.cache``) stay as they are, relative to the working directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.facts.model.presets import PRESETS
 MAGIC = frozenset("*?[")
 
 
-# Whether a value is a path: some are also words.
+# Decides whether a value is a path: some may also be words.
 INPUTS: dict[str, Callable[[str, Path], bool]] = {
     "model.preset": lambda text, base: text.lower() not in PRESETS and (base / text).exists(),
     "model.path": lambda text, base: not is_hub_name(text, base),
@@ -36,7 +36,7 @@ SOURCE = "data.source"
 
 
 def resolve_paths(values: dict[str, Any], base_of: Callable[[str], Path]) -> None:
-    """Make the input paths among a config's values absolute, in place; ``base_of`` a key, what it is relative to."""
+    """Make a config's input paths absolute, in place; ``base_of``: a key's base directory."""
     for key, table, name in _given(values):
         table[name] = _absolute(key, table[name], base_of(key))
     data = values.get("data")
@@ -61,7 +61,7 @@ def _resolve_validation(evaluate: dict[str, Any], base: Path) -> None:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """A config that was made in a program, with its input paths absolute as if it had been loaded here."""
+    """A config created in a program, with its input paths absolute as if it had been loaded here."""
     values = config.model_dump(include={"model", "data", "cluster", "evaluate"})
     resolve_paths(values, lambda key: Path.cwd())
     values["data"]["mix"] = [MixPart.model_validate(part) for part in values["data"]["mix"]]
@@ -82,14 +82,14 @@ def _names(section: str) -> list[str]:
 
 
 def seen_from(folder: Path, path: str) -> str:
-    """A path that is relative to the working directory, for a config in this folder."""
+    """A path relative to the working directory, as written in a config in this folder."""
     if Path(path).is_absolute() or path.startswith("~"):
         return path
     return os.path.relpath(Path.cwd().resolve() / path, folder.resolve())
 
 
 def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
-    """A config's values with only the last part of each input path: what machines with other mounts have in common."""
+    """A config's values with only the last part of each input path: equal on machines with different mounts."""
     kept = copy.deepcopy(values)
     for _, table, name in _given(kept):
         table[name] = PurePath(table[name]).name or table[name]
@@ -97,7 +97,7 @@ def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The input paths among a config's values: each one's key, its table and its name in that."""
+    """The input paths of a config: each one's key, its table and its name in the table."""
     for key in INPUTS:
         *sections, name = key.split(".")
         table: Any = values
@@ -114,16 +114,16 @@ def _absolute(key: str, text: str, base: Path) -> str:
         if not INPUTS[key](text, base) or Path(text).is_absolute():
             return text
         return _joined(base.resolve(), text, key == SOURCE)
-    except (OSError, ValueError):  # a name that no file can have: opening it reports that
+    except (OSError, ValueError):  # an impossible file name, reported on opening
         return text
 
 
 def _joined(base: Path, text: str, pattern: bool) -> str:
     parts = list(Path(text).parts)
-    # A leading ".." of a directory without symbolic links is its parent. Further on there may be links.
+    # A leading ".." of a directory without symbolic links is its parent. Later parts may contain links.
     while parts and parts[0] == "..":
         base, parts = base.parent, parts[1:]
     whole = base.joinpath(*parts)
     if pattern and MAGIC & set(text) and not whole.exists():
-        return str(Path(glob.escape(str(base))).joinpath(*parts))  # the directory's own name is no pattern
+        return str(Path(glob.escape(str(base))).joinpath(*parts))  # the directory's own name is not a pattern
     return str(whole)

@@ -1,1 +1,1 @@
-"""What people and other tools write: read within limits, and understood where it can be."""
+"""Input from people and other tools: read within limits, and interpreted where possible."""

@@ -17,7 +17,7 @@ Kind = Literal[
 ]
 
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
-# A switch of Hugging Face's arguments, a table of DeepSpeed's.
+# A switch in Hugging Face's arguments, a table in DeepSpeed's.
 _PRECISIONS = ("bf16", "fp16")
 _ARGUMENTS = {
     "per_device_train_batch_size",
@@ -52,7 +52,7 @@ _TRANSLATED = 8
 
 
 def kinds_of(values: Mapping[str, Any]) -> list[Kind]:
-    """The stacks that a table of settings is one of: more than one where a user put two together."""
+    """The stacks that a settings table belongs to: more than one if a user combined two."""
     found: list[Kind] = []
     if "distributed_type" in values:
         found.append("accelerate")
@@ -66,7 +66,7 @@ def kinds_of(values: Mapping[str, Any]) -> list[Kind]:
 
 
 def kind_of(values: Mapping[str, Any]) -> Kind | None:
-    """Whose a table of settings is; None where nothing tells."""
+    """The stack that a settings table belongs to; None if unclear."""
     if stacks := kinds_of(values):
         return stacks[0]
     if values.keys() & _MODEL:
@@ -77,7 +77,7 @@ def kind_of(values: Mapping[str, Any]) -> Kind | None:
 
 
 def not_a_config(path: Path, text: str) -> BadInput | None:
-    """For a file that is no TOML: what it is, and what to do with it; None where nothing tells."""
+    """For a file that is not TOML: what it is, and what to do with it; None if unclear."""
     values = _json(text) or _top_of_yaml(text)
     kind = kind_of(values) if values else None
     return (
@@ -88,7 +88,7 @@ def not_a_config(path: Path, text: str) -> BadInput | None:
 
 
 def is_directory(path: Path) -> BadInput:
-    """For a directory: what it holds, and what to do with that."""
+    """For a directory: what it holds, and what to do with it."""
     quoted = shlex.quote(str(path))
     configs = sorted(file.name for file in path.glob("*.toml"))
     if (path / "config.toml").is_file() and (path / "metrics.jsonl").exists():
@@ -106,7 +106,7 @@ def is_directory(path: Path) -> BadInput:
 
 
 def not_a_model(where: str, values: Mapping[str, Any]) -> BadInput | None:
-    """For a file that was given for a model's: whose it is, where that is known."""
+    """For a file given as a model: what it is instead, if known."""
     kind = kind_of(values)
     if kind not in ("deepspeed", "accelerate", "arguments"):
         return None
@@ -116,7 +116,7 @@ def not_a_model(where: str, values: Mapping[str, Any]) -> BadInput | None:
 
 
 def explain(kind: Kind, path: Path, values: Mapping[str, Any]) -> BadInput:
-    """For ``shoal init --from``, which reads some of them."""
+    """Point to ``shoal init --from``, which reads some of them."""
     return BadInput(
         f"{path} is {_CALLED[kind]}, which shoal init --from does not read", _advice(kind, path, values)
     )
@@ -142,7 +142,7 @@ def _advice(kind: Kind, path: Path, values: Mapping[str, Any]) -> str:
 
 
 def _names(values: Mapping[str, Any]) -> Iterable[str]:
-    """Names of settings, also of those one table further in."""
+    """Names of settings, including those one table deeper."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from map(str, value)
@@ -159,7 +159,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _top_of_yaml(text: str) -> dict[str, Any]:
-    """The names at the left margin and, as tables, those indented below them: enough to tell whose it is."""
+    """Top-level names and, as tables, those indented below them: enough to identify the tool."""
     values: dict[str, Any] = {}
     table = ""
     for margin, name, rest in re.findall(r"^( *)([A-Za-z_][\w.-]*):(?: +(\S.*)?)?$", text, re.MULTILINE):

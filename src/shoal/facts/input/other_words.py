@@ -1,7 +1,7 @@
 """Translate other tools' terms into Shoal's: Hugging Face, DeepSpeed, Megatron, torchtitan, Accelerate, nanotron.
 
-Users who come from one of them write its words first. Each is answered with the key of a config, the key of a layout or
-a sentence; a word that merely looks alike would send them to another setting.
+Users who come from one of them try its words first. Each is answered with a config key, a layout key or a sentence; a
+similar-looking word would send them to the wrong setting.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Answers: where the same thing has one key of a config, where it has one of a layout, and where it takes a sentence.
+# Answers: a config key, a layout key, or a sentence, whichever matches.
 
 KEYS: Mapping[str, str] = {
     word: key
@@ -162,10 +162,10 @@ SENTENCES: Mapping[str, str] = {
     for word in words.split()
 }
 
-# What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
+# Planned keys, and what to write until then. A key leaves this table once the schema has it.
 LATER: Mapping[str, str] = {}
 
-# Commands that are promised for later, and what to do until then.
+# Planned commands, and what to do until then.
 _IN_METRICS = "a run's metrics.jsonl and samples.jsonl have every step and what the model wrote"
 LATER_COMMANDS: Mapping[str, str] = {
     "generate": "evaluate.samples has a run write texts at each evaluation: samples.jsonl",
@@ -175,7 +175,7 @@ LATER_COMMANDS: Mapping[str, str] = {
     "watch": _IN_METRICS,
 }
 
-# Values of other tools, by Shoal's value of a layout or a config.
+# Values of other tools, mapped to a layout's or config's.
 VALUES: Mapping[str, str] = {
     word: value
     for value, words in {
@@ -200,7 +200,7 @@ VALUES: Mapping[str, str] = {
     for word in words.split()
 }
 
-# Architectures whose names look like one that is supported, and are another.
+# Architectures that look like a supported one by name, and are not.
 OTHER_MODEL_TYPES = frozenset({"gpt_neo"})
 
 
@@ -213,12 +213,14 @@ class Meaning(NamedTuple):
 
 
 def normalised(word: str) -> str:
-    """A flag, a key and a command-line spelling of one word are one word."""
+    """Make a word's spellings as flag, key and command-line option equal."""
     return re.sub(r"[\s-]+", "_", word.strip().lstrip("-").lower())
 
 
 def meaning(word: str) -> Meaning | None:
-    """What another tool's word is here. ``recipe.learning_rate`` is first looked for as it stands, then by its name."""
+    """The counterpart of another tool's word. ``recipe.learning_rate`` is looked up whole first, then by its last
+    part.
+    """
     whole = normalised(word)
     for each in dict.fromkeys((whole, whole.rpartition(".")[2])):
         if each in KEYS:
@@ -230,7 +232,7 @@ def meaning(word: str) -> Meaning | None:
     return None
 
 
-# What else has to be said where one of these keys is the answer.
+# Additional explanation if one of these keys is the answer.
 BESIDE: Mapping[str, str] = {
     "micro": "; recipe.batch counts the sequences of a step over all ranks",
     "zero": "; fsdp=N says how many ranks share",
@@ -238,7 +240,7 @@ BESIDE: Mapping[str, str] = {
 
 
 def layout_pair(key: str, value: object) -> str:
-    """A key of a layout with the value that another tool's word had, where that makes sense here: ``tp=2``."""
+    """A layout key with another tool's value, if that is valid here: ``tp=2``."""
     text = str(value).lower()
     if key == "recompute":
         return f"{key}={text if text in ('none', 'selective', 'full') else VALUES.get(text, 'full')}"

@@ -1,6 +1,6 @@
 """Read untrusted JSON and TOML within limits on size, depth and content.
 
-What is wrong with one is a ``ValueError`` in one line; the caller knows what the file is, and what would be right.
+Errors are a one-line ``ValueError``; the caller knows what the file is and how to fix it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pydantic import ValidationError
 
 # A model's config has kilobytes, a tokenizer's settings a few megabytes.
 LARGEST_JSON = 16 << 20
-# The longest config that makes sense lists a thousand sources; the parser takes a second for as much.
+# The longest sensible config lists a thousand sources; parsing that takes a second.
 LARGEST_SETTINGS = 1 << 18
-# No real settings are nested deeper. Python itself gives up at about a thousand.
+# No real settings are nested deeper. Python itself fails at about a thousand.
 DEEPEST = 100
-# Beyond what such a file can hold, but not beyond what a few anchors of YAML can stand for.
+# More than such a file can contain, but not more than a few YAML anchors can expand to.
 MOST_VALUES = 2_000_000
-# ``a.b.c…``: the parser takes hours for one of a hundred thousand parts.
+# ``a.b.c…``: the parser takes hours for a hundred thousand parts.
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST},}}+""")
 
 
 def read_bytes(path: Path, most: int = LARGEST_JSON) -> bytes:
-    """A file's content; no more of it is read than it may have, whatever its size is said to be."""
+    """A file's content, reading no more than the limit, whatever size the file claims."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -48,15 +48,15 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def first_fault(error: ValidationError) -> str:
-    """What pydantic finds wrong first, in one line."""
+    """pydantic's first error, in one line."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     key = ".".join(map(str, first["loc"]))
     return f"{key}: {first['msg']}" if key else first["msg"]
 
 
 def read_settings(path: Path) -> str:
-    """The text of a file that a person wrote: TOML, YAML."""
-    # Some editors begin a file with a mark.
+    """The text of a file written by a person: TOML, YAML."""
+    # Some editors write a byte order mark.
     return read_bytes(path, LARGEST_SETTINGS).decode("utf-8-sig")
 
 
@@ -72,7 +72,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_plain(value: Any) -> None:
-    """Refuse what no recursion could walk through: too deep, or (in YAML) a few bytes that stand for billions."""
+    """Reject values that recursion cannot handle: too deep or, in YAML, a few bytes that expand to billions."""
     here, depth, seen = [value], 0, 0
     while here:
         depth, seen = depth + 1, seen + len(here)

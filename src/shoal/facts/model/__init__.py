@@ -28,10 +28,10 @@ Family = Literal[
     "deepseek_v3",
 ]
 
-# A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
+# Upper limits on what a shape makes us count, allocate and search: far beyond any model, and small enough to handle.
 MOST_LAYERS = 1024
 MOST_EXPERTS = 1 << 12
-MOST_EXPERTS_IN_ALL = 1 << 16  # of all layers
+MOST_EXPERTS_IN_ALL = 1 << 16  # over all layers
 WIDEST_HIDDEN = 1 << 16
 WIDEST = 1 << 20  # any other width: ffn, heads, ranks
 MOST_TOKENS = 1 << 24  # of a vocabulary
@@ -42,13 +42,13 @@ Positions = Annotated[int, Field(ge=1, le=MOST_POSITIONS)]
 
 
 class Shape(BaseModel):
-    """Base of everything that describes a network: frozen, hashable, and refuses unknown fields."""
+    """Base of everything that describes a network: frozen, hashable, and rejecting unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RopeScaling(Shape):
-    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+    """How rotary frequencies are scaled beyond the length the model was first trained on."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"]
     factor: FiniteFloat
@@ -59,7 +59,7 @@ class RopeScaling(Shape):
     # yarn
     beta_fast: FiniteFloat = 32.0
     beta_slow: FiniteFloat = 1.0
-    attention_factor: FiniteFloat | None = None  # None: derived from factor (and mscale, where given)
+    attention_factor: FiniteFloat | None = None  # None: derived from factor (and mscale, if given)
     mscale: FiniteFloat | None = None
     mscale_all_dim: FiniteFloat | None = None
     truncate: bool = True
@@ -71,11 +71,11 @@ class Experts(Shape):
     count: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]  # routed experts
     active: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]  # routed experts that each token uses
     ffn: Width  # width of one routed expert
-    shared: Annotated[int, Field(ge=0, le=MOST_EXPERTS)] = 0  # experts that every token uses
+    shared: Annotated[int, Field(ge=0, le=MOST_EXPERTS)] = 0  # shared experts, which every token uses
     shared_ffn: Annotated[int, Field(ge=0, le=WIDEST)] = 0  # total width of the shared experts
     dense_layers: tuple[int, ...] = ()  # layers that keep an ordinary MLP
-    router_bias: bool = False  # deepseek_v3: a per-expert correction that no gradient reaches
-    groups: Width = 1  # deepseek_v3: experts are picked within the best groups
+    router_bias: bool = False  # deepseek_v3: a per-expert correction without gradient
+    groups: Width = 1  # deepseek_v3: experts are chosen within the best groups
     active_groups: Width = 1
     score: Literal["softmax", "sigmoid"] = "softmax"  # how the router turns logits into weights
     normalized: bool = True  # the weights of a token's experts are scaled to sum to one
@@ -96,24 +96,24 @@ class Latent(Shape):
     value_dim: Width
 
 
-# DoRA: of each row of W + alpha/rank · B·A the direction alone counts, and its length is trained.
+# DoRA: only the direction of each row of W + alpha/rank · B·A counts, and its length is trained.
 AdapterKind = Literal["lora", "dora"]
-# What frozen projections of blocks rest in: as they are computed with, or in 4 bits (facts/nf4.py).
+# How frozen projections of blocks are stored: in the compute precision, or in 4 bits (facts/nf4.py).
 FrozenBase = Literal["bf16", "nf4"]
 
 
 class Adapters(Shape):
-    """LoRA: beside each of these projections a product of two narrow matrices, B·A, times alpha / rank.
+    """LoRA: a product of two narrow matrices, B·A, times alpha / rank, beside each target projection.
 
-    They alone are trained; what they stand beside is frozen.
+    Only adapters are trained; the weights beside them are frozen.
     """
 
     rank: Annotated[int, Field(ge=1, le=WIDEST)]
     alpha: FiniteFloat
-    targets: tuple[str, ...]  # last names of the projections
+    targets: tuple[str, ...]  # last names of the target projections
     kind: AdapterKind = "lora"
     base: FrozenBase = "bf16"
-    dropout: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0  # of what A reads
+    dropout: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0  # on the input of A
 
     @property
     def scale(self) -> float:
@@ -136,8 +136,8 @@ class Model(Shape):
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: FiniteFloat = 1e-5
-    norm_offset: bool = False  # RMS norms multiply by 1 + weight, and round once, after it (Gemma)
-    output_norms: bool = False  # what attention and MLP give is normed too, before it is added (Gemma)
+    norm_offset: bool = False  # RMS norms multiply by 1 + weight and round once, afterwards (Gemma)
+    output_norms: bool = False  # outputs of attention and MLP are normed before being added (Gemma)
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated: bool = True  # gate · up, then down (SwiGLU); False: up, activation, down
     parallel_residual: bool = False  # attention and MLP both read the block's input (NeoX)
@@ -146,7 +146,7 @@ class Model(Shape):
     rope_theta: FiniteFloat = 10_000.0
     rope_fraction: FiniteFloat = 1.0  # share of each head that rotates (NeoX: 0.25)
     rope_scaling: RopeScaling | None = None
-    # The base in layers with a window, which nothing stretches (Gemma 3). None: as in all others.
+    # The rotary base in layers with a window, which is never scaled (Gemma 3). None: as in all others.
     window_theta: FiniteFloat | None = None
 
     qkv_bias: bool = False
@@ -157,16 +157,16 @@ class Model(Shape):
         None  # sliding-window attention: a token sees this many positions, itself included
     )
     window_layers: tuple[int, ...] | None = None  # None: every layer, where a window is set
-    query_width: FiniteFloat | None = None  # scores are divided by its root; None: head_dim
+    query_width: FiniteFloat | None = None  # scores are divided by its square root; None: head_dim
     attention_cap: FiniteFloat | None = None  # scores become cap · tanh(score / cap) (Gemma 2)
-    logit_cap: FiniteFloat | None = None  # and so do the head's logits
-    scaled_embedding: bool = False  # tokens enter times √hidden (Gemma)
+    logit_cap: FiniteFloat | None = None  # the same for the head's logits
+    scaled_embedding: bool = False  # token embeddings are multiplied by √hidden (Gemma)
     tied: bool = False  # the head is the embedding
     init_std: FiniteFloat = 0.02
 
     experts: Experts | None = None
     latent: Latent | None = None
-    adapters: Adapters | None = None  # None: all of it is trained
+    adapters: Adapters | None = None  # None: all weights are trained
 
     @property
     def base(self) -> Model:
@@ -175,7 +175,7 @@ class Model(Shape):
 
     @model_serializer(mode="wrap")
     def _as_before_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A model without any is written as versions that knew none wrote and read it."""
+        """Serialise a model without adapters as earlier versions did, so that both can read it."""
         written: dict[str, Any] = write(self)
         return {name: value for name, value in written.items() if name != "adapters" or value is not None}
 

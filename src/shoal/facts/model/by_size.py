@@ -1,9 +1,8 @@
-"""A model by its size alone: ``10B`` is a decoder of today's usual shape with about so many parameters.
+"""A model specified only by size: ``10B`` is a decoder of the usual modern shape with about that many parameters.
 
-Llama's proportions: heads of 128 (64 below a billion parameters), groups of queries that share keys, a gated MLP 3.5
-times as wide as the stream, and about 128 of width for each layer. Width comes in steps that eight tensor ranks can
-share (four, of small ones), layers in steps of two, so that stages can be cut
-evenly.
+Llama's proportions: heads of 128 (64 below a billion parameters), grouped queries, a gated MLP 3.5 times as wide as
+the stream, and about 128 of width per layer. Widths are multiples that eight tensor ranks can split (four, for small
+models), and layers come in steps of two, so that stages can be equal.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from shoal.facts.model import Model
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*([mbt])", re.IGNORECASE)
 _UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 SMALLEST, LARGEST = 10**6, 2 * 10**12
-# Width for each layer, of the published models between 1B and 405B parameters.
+# Width per layer, as in published models between 1B and 405B parameters.
 WIDTH_A_LAYER = 128
 WIDEST = 1 << 16
 POSITIONS = 131072
 
 
 def read_size(text: str) -> int | None:
-    """Parameters that ``7B``, ``350M`` or ``1.5t`` stands for; None for anything else."""
+    """The parameter count that ``7B``, ``350M`` or ``1.5t`` denotes; None for anything else."""
     found = _SIZE.fullmatch(text.strip())
     size = round(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     return size if SMALLEST <= size <= LARGEST else None
 
 
 def of_size(text: str) -> Model | None:
-    """The shape nearest to a size; None where the text is no size."""
+    """The shape nearest to a size; None if the text is not a size."""
     size = read_size(text)
     if size is None:
         return None
@@ -54,7 +53,7 @@ def _head(size: int) -> int:
 
 
 def _shaped(name: str, hidden: int, size: int) -> Model | None:
-    """With as many layers as bring this width nearest to the size; None where it has too few or too many."""
+    """With the number of layers that brings this width nearest to the size; None if that is too few or too many."""
     vocab = 128256 if size >= 3 * 10**9 else 32000 if size >= 10**8 else 8192
     heads = hidden // _head(size)
     kv_heads = 8 if heads % 8 == 0 and heads >= 16 else heads

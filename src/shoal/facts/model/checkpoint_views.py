@@ -1,8 +1,7 @@
 """How checkpoint tensors map to Shoal's parameters: which box of one is which box of the other.
 
-Inside Shoal every model carries Llama's names, torch's [out, in] layout and separate projections; a layer's experts are
-two stacks, one of gates and ups, one of ways out. A checkpoint carries whatever its family carries on the Hugging Face
-hub.
+Inside Shoal every model has Llama's names, torch's [out, in] layout and separate projections; a layer's experts are
+two stacks, gate and up together, and down. A checkpoint has whatever its family uses on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shoal.facts.model.parameters import (
     parameters,
 )
 
-# The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
+# The canonical module for each checkpoint module; inside a layer, without the layer's prefix.
 _GPT2_MODULES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.wpe": "model.embed_positions",
@@ -43,7 +42,7 @@ _NEOX_MODULES = {
     "gpt_neox.final_layer_norm": "model.norm",
     "embed_out": "lm_head",
 }
-# Which rows of Phi-3's fused projections are whose, in their order.
+# The rows of Phi-3's fused projections, in order.
 _PHI3_ROWS: dict[str, Callable[[Model], tuple[tuple[str, int], ...]]] = {
     "qkv_proj": lambda model: (
         ("q_proj", model.heads * model.head_dim),
@@ -60,9 +59,9 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A box of a checkpoint tensor that is, transposed or not, a box of a canonical parameter.
+    """A box of a checkpoint tensor that equals, possibly transposed, a box of a canonical parameter.
 
-    A matrix of one expert is a box of the tensor that all experts are stacked in, which has one dimension more.
+    One expert's matrix is a box of the stack of all experts, which has one more dimension.
     """
 
     tensor: str
@@ -85,11 +84,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Where a slice of a canonical parameter and a view meet: one box, seen from both sides."""
+    """The intersection of a slice of a canonical parameter and a view: one box, in both coordinates."""
 
     tensor_offset: tuple[int, ...]
     tensor_shape: tuple[int, ...]
-    slice_offset: tuple[int, ...]  # counted from the slice's own corner
+    slice_offset: tuple[int, ...]  # relative to the slice's own corner
     slice_shape: tuple[int, ...]
 
 
@@ -99,13 +98,13 @@ def canonical_parameters(model: Model) -> list[tuple[str, tuple[int, ...], bool]
 
 
 def views(model: Model) -> list[View]:
-    """Every box of every checkpoint tensor. Together they cover each element of either side exactly once."""
+    """Every box of every checkpoint tensor. Together they cover each element on either side exactly once."""
     return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
 
 
 @lru_cache(maxsize=4)
 def views_by_tensor(model: Model) -> Mapping[str, Sequence[View]]:
-    """The boxes of every checkpoint tensor, by its name, in their order."""
+    """The boxes of every checkpoint tensor, by name, in order."""
     found: dict[str, list[View]] = {}
     for view in views(model):
         found.setdefault(view.tensor, []).append(view)
@@ -114,7 +113,7 @@ def views_by_tensor(model: Model) -> Mapping[str, Sequence[View]]:
 
 @lru_cache(maxsize=4)
 def tensors_of_parameters(model: Model) -> Mapping[str, Sequence[str]]:
-    """The checkpoint tensors that each canonical parameter has a part of, in their order."""
+    """The checkpoint tensors that contain a part of each canonical parameter, in order."""
     found: dict[str, dict[str, None]] = {}
     for view in views(model):
         found.setdefault(view.canonical, {})[view.tensor] = None
@@ -122,7 +121,7 @@ def tensors_of_parameters(model: Model) -> Mapping[str, Sequence[str]]:
 
 
 def views_by_parameter(model: Model) -> dict[str, list[View]]:
-    """The boxes of every canonical parameter, by its name."""
+    """The boxes of every canonical parameter, by name."""
     found: dict[str, list[View]] = {}
     for view in views(model):
         found.setdefault(view.canonical, []).append(view)
@@ -130,7 +129,7 @@ def views_by_parameter(model: Model) -> dict[str, list[View]]:
 
 
 def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, ...]) -> Overlap | None:
-    """The part of a view within a rectangular slice of its canonical parameter; None where there is none."""
+    """The part of a view within a rectangular slice of its canonical parameter, or None."""
     starts, sizes = [], []
     box = zip(view.canonical_offset, view.canonical_shape, strict=True)
     for (box_start, box_size), slice_start, slice_size in zip(box, canonical_offset, shape, strict=True):
@@ -153,7 +152,7 @@ def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, .
 
 def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
     if parameter.kind == "adapter":
-        # Beside projections as they are computed with, whatever a family's files fuse.
+        # Adapters are stored per projection, even if the family's files fuse projections.
         yield _whole(parameter, parameter.name)
         return
     if parameter.kind == "expert":
@@ -180,7 +179,7 @@ def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
     if parameter.layer is not None:
         module = module.split(f".{parameter.layer}.", 1)[1]
         prefix = f"model.layers.{parameter.layer}."
-    # GPT-2's Conv1D keeps [in, out]; embeddings and an untied head are ordinary.
+    # GPT-2's Conv1D stores [in, out]; embeddings and an untied head are ordinary.
     transposed = model.family == "gpt2" and parameter.kind in ("attention", "mlp") and leaf == "weight"
     if module in _FUSED:
         for projection, tensor_start, canonical_start, size in _fused_rows(model):
@@ -192,7 +191,7 @@ def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
 
 
 def _fused_rows(model: Model) -> Iterator[tuple[str, int, int, int]]:
-    """Which output rows of a fused projection are whose: (projection, row there, row here, how many)."""
+    """The output rows of a fused projection: (projection, row in the tensor, row in the parameter, count)."""
     if model.family == "gpt2":
         for position, projection in enumerate(_PROJECTIONS):
             yield projection, position * model.hidden, 0, model.hidden
@@ -219,7 +218,7 @@ def _whole(parameter: Parameter, canonical: str, transposed: bool = False) -> Vi
 def _rows(
     parameter: Parameter, canonical: str, tensor_start: int, canonical_start: int, size: int, transposed: bool
 ) -> View:
-    """Some output rows of a fused tensor; they are columns where it is stored transposed."""
+    """Some output rows of a fused tensor; they are columns if it is stored transposed."""
     if len(parameter.shape) == 1:
         return View(parameter.name, (tensor_start,), canonical, (canonical_start,), (size,))
     if transposed:

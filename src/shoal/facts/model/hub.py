@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub by name (``org/name``, ``org/name@revision``), where there is a network.
+"""Models of the Hugging Face Hub by name (``org/name``, ``org/name@revision``), if there is a network.
 
-Files go to the cache that ``transformers`` uses too. Only weights, configs, tokenizers and templates are fetched: a
-repository's code never is.
+Files go to the cache that ``transformers`` uses. Only weights, configs, tokenizers and templates are downloaded, never
+a repository's code.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ CONFIG = ("config.json",)
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# What people call folders of their own, and no publisher calls itself.
+# Common names of users' own folders, which no publisher uses.
 _FOLDERS = ("model", "models", "weights", "runs", "checkpoints", "data", "out", "output", "outputs", "tmp")
 _FILES = (".json", ".toml", ".safetensors", ".bin", ".jsonl", ".txt")
 
 
 def is_hub_name(text: str, base: Path | None = None) -> bool:
-    """Whether it names a model of the Hub: so it looks, and nothing here is called that, not even its first half."""
+    """Whether it names a Hub model: it looks like one, and neither it nor its first half exists here."""
     if not _NAME.fullmatch(text) or text.endswith(_FILES) or ".." in text:
         return False
     here, owner = base or Path.cwd(), text.partition("/")[0]
@@ -29,7 +29,7 @@ def is_hub_name(text: str, base: Path | None = None) -> bool:
 
 
 def fetch(name: str, patterns: tuple[str, ...], newest: bool = True) -> Path:
-    """The directory of a model's files, fetched where they are not here yet. ``newest``: ask whether they changed."""
+    """The directory of a model's files, downloaded if missing. ``newest``: check for updates."""
     try:
         import huggingface_hub
     except ImportError:
@@ -53,7 +53,7 @@ def fetch(name: str, patterns: tuple[str, ...], newest: bool = True) -> Path:
             except Exception:  # noqa: S110 - not here yet: below it is fetched, or said why not
                 pass
         return snapshot(local=False)
-    except Exception as error:  # what a client of a web service raises is without number
+    except Exception as error:  # web clients raise any kind of exception
         raise BadInput(
             f"{name!r} is no directory here, and fetching it from the Hub failed: {first_line(error)}",
             "check the name, the network (HF_ENDPOINT) and access (HF_TOKEN); or give the path of a model directory",

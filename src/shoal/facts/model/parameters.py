@@ -10,32 +10,32 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.model import Adapters, Experts, Family, Latent, Model
 
-# What deepseek_v3's routers add to experts' scores to choose by them: moved by how many tokens they were sent.
+# deepseek_v3's correction of expert scores in the choice of experts: updated from token counts, not by gradients.
 CORRECTION = "e_score_correction_bias"
-# The two ends of the vocabulary, which are one matrix where a model is tied.
+# The two ends of the vocabulary, one matrix in a tied model.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-POSITIONS = "model.embed_positions.weight"  # learned ones
-# LoRA's two factors, beside a projection: into the narrow space, [rank, in], and out of it, [out, rank].
+POSITIONS = "model.embed_positions.weight"  # learned positions
+# LoRA's two factors beside a projection: into the low-rank space, [rank, in], and out of it, [out, rank].
 LORA_FACTORS = ("lora_A", "lora_B")
-# DoRA's lengths of rows, beside them; named as PEFT names it.
+# DoRA's row lengths beside them, under PEFT's name.
 MAGNITUDE = "lora_magnitude_vector"
-# How the canonical name of a router's matrix ends.
+# The suffix of a router matrix's canonical name.
 ROUTER = ".mlp.gate.weight"
-# Norms of what attention and MLP give, where a model has them.
+# Norms of the outputs of attention and MLP, in models that have them.
 ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
-# How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
-# the vocabulary; or every rank has all of it.
+# How tensor ranks split it: by output features, which stay apart; by input features, whose products are summed; by
+# vocabulary rows; or not at all.
 Split = Literal["column", "row", "vocabulary", "none"]
 
 
-# How the canonical names of a block's parameters begin.
+# The prefix of block parameters' canonical names.
 BLOCKS = "model.layers."
 
 
 def block_of(name: str) -> int | None:
-    """The number of the block that a canonical name belongs to; None: it is outside the blocks."""
+    """The block index in a canonical name; None outside the blocks."""
     return int(name.removeprefix(BLOCKS).partition(".")[0]) if name.startswith(BLOCKS) else None
 
 
@@ -43,18 +43,18 @@ def block_of(name: str) -> int | None:
 class Parameter:
     """One tensor. One that is not trained, deepseek_v3's router correction, has a gradient of zero.
 
-    How it is split is said of the canonical tensors alone (``llama_parameters``), for only these are computed with.
+    Splits apply to the canonical tensors alone (``llama_parameters``), since only these are computed with.
     """
 
     name: str
     shape: tuple[int, ...]
     layer: int | None  # None: outside the layers
-    kind: Kind  # "expert" is a routed expert; a shared one, which every token uses, is "mlp"
-    decayed: bool  # whether weight decay applies: not to norms and biases
+    kind: Kind  # "expert" is a routed expert; shared experts are "mlp"
+    decayed: bool  # whether weight decay applies: not for norms and biases
     split: Split = "none"
-    # In how many parts at most: key/value heads are not cut; where there are more tensor ranks, neighbours share one.
+    # The most parts: key/value heads are not split; with more tensor ranks than heads, neighbours share one.
     heads: int | None = None
-    partial: bool = False  # whole on every tensor rank, each of which sees but some of the features or heads
+    partial: bool = False  # whole on every tensor rank, but used for only some features or heads
     trained: bool = True
 
     @property
@@ -65,7 +65,7 @@ class Parameter:
 def parameters(model: Model) -> Iterator[Parameter]:
     """Every trained tensor of a checkpoint, from embedding to head. A tied head is not a second tensor.
 
-    Of a model with adapters these alone: what is frozen is where it came from.
+    With adapters, only those: frozen weights stay in the base model.
     """
     if model.adapters is not None:
         yield from adapter_parameters(model)
@@ -78,7 +78,7 @@ def parameters(model: Model) -> Iterator[Parameter]:
 
 
 def llama_parameters(model: Model) -> Iterator[Parameter]:
-    """The same network under Llama's names and layout, whatever its family; a layer's routed experts are stacked."""
+    """The same network under Llama's names and layout, for any family; a layer's routed experts are stacked."""
     if model.adapters is not None:
         yield from adapter_parameters(model)
         return
@@ -92,7 +92,7 @@ def llama_parameters(model: Model) -> Iterator[Parameter]:
 
 @lru_cache(maxsize=64)
 def by_name(model: Model) -> Mapping[str, Parameter]:
-    """The canonical tensors, frozen ones too; of a tied model the head too, which a stage may have a copy of."""
+    """The canonical tensors, including frozen ones and a tied model's head, of which a stage may have a copy."""
     base = model.base
     found = (*llama_parameters(base), *end_parameters(base).head, *adapter_parameters(model))
     return {one.name: one for one in found}
@@ -100,7 +100,7 @@ def by_name(model: Model) -> Mapping[str, Parameter]:
 
 @lru_cache(maxsize=256)
 def block_parameters(model: Model, with_experts: bool) -> tuple[Parameter, ...]:
-    """Those of one block of that kind, as the first one has them; none where there is no such block."""
+    """The parameters of one block of that kind, named as in the first one; empty if there is no such block."""
     kinds = (layer for layer in range(model.layers) if model.has_experts(layer) == with_experts)
     return tuple(_llama_layer(model, layer, 0) if (layer := next(kinds, None)) is not None else ())
 
@@ -113,7 +113,7 @@ class EndParameters(NamedTuple):
 
 @lru_cache(maxsize=256)
 def end_parameters(model: Model) -> EndParameters:
-    """Those outside the blocks; of a tied model the head too, for a pipeline's last stage has a copy."""
+    """The parameters outside the blocks, including a tied model's head, since a pipeline's last stage has a copy."""
     after = tuple(_llama_after(model.model_copy(update={"tied": False})))
     norm, head = (tuple(one for one in after if one.kind == kind) for kind in ("norm", "head"))
     return EndParameters(tuple(_llama_before(model)), norm, head)
@@ -121,27 +121,27 @@ def end_parameters(model: Model) -> EndParameters:
 
 @lru_cache(maxsize=256)
 def expert_parameters(model: Model) -> tuple[Parameter, ...]:
-    """Those of one routed expert."""
+    """The parameters of one routed expert."""
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
 
 
 @lru_cache(maxsize=256)
 def attention_projections(model: Model) -> tuple[str, ...]:
-    """By their last names, as targets of adapters are given."""
+    """Attention's projections by their last names, as in adapter targets."""
     block = block_parameters(model, model.has_experts(0))
     found = (one.name.rsplit(".", 2)[-2] for one in block if one.kind == "attention" and len(one.shape) == 2)
     return tuple(found)
 
 
 class InStack(NamedTuple):
-    """Where an expert's matrix is among those of all experts of its layer."""
+    """The position of an expert's matrix in the stack of its layer."""
 
     stack: str
     place: int  # among the matrices of one expert
-    each: int  # expert has so many
+    each: int  # matrices per expert
 
 
-# Each expert's gate and its up, one behind the other, so that one product makes both; and the ways out.
+# Each expert's gate and up, one after the other, so that one product computes both; and the down projections.
 STACKS = {
     "gate_proj": InStack("gate_up_proj", 0, 2),
     "up_proj": InStack("gate_up_proj", 1, 2),
@@ -150,7 +150,7 @@ STACKS = {
 
 
 def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
-    """The routed experts of a layer: [2·experts, ffn, hidden], gates and ups in turns, and [experts, hidden, ffn]."""
+    """The routed experts of a layer: [2·experts, ffn, hidden], alternating gate and up, and [experts, hidden, ffn]."""
     assert model.experts is not None
     prefix = f"model.layers.{layer}.mlp.experts"
     for one in _expert(prefix, model, model.experts, layer):
@@ -161,10 +161,10 @@ def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
 
 
 def adapters(parameter: Parameter, given: Adapters) -> Iterator[Parameter]:
-    """LoRA's two factors beside a projection, [rank, in] and [out, rank]; none beside what is no target.
+    """LoRA's two factors of a projection, [rank, in] and [out, rank]; none for projections that are not targets.
 
-    The one on the split side of its projection is split with it. The other is whole on every tensor rank. DoRA's
-    lengths, which come first, are split as the projection's outputs are.
+    The factor on the split side of its projection is split with it; the other is whole on every tensor rank. DoRA's
+    lengths, which come first, are split like the projection's outputs.
     """
     module, rank = parameter.name.rsplit(".", 2)[-2], given.rank
     if module not in given.targets or not is_matrix(parameter.name, parameter.shape):
@@ -181,7 +181,7 @@ def adapters(parameter: Parameter, given: Adapters) -> Iterator[Parameter]:
 
 
 def adapter_parameters(model: Model) -> Iterator[Parameter]:
-    """Those of all blocks, in forward order; none of a model without adapters."""
+    """The adapters of all blocks, in forward order; none for a model without adapters."""
     if model.adapters is None:
         return
     for layer in range(model.layers):
@@ -190,7 +190,7 @@ def adapter_parameters(model: Model) -> Iterator[Parameter]:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a canonical tensor of a block multiplies as projections do: no router, and of no routed expert."""
+    """Whether a canonical block tensor is a projection: not a router, and not of a routed expert."""
     return name.startswith(BLOCKS) and len(shape) == 2 and not name.endswith(ROUTER) and not is_adapter(name)
 
 
@@ -200,12 +200,12 @@ def is_stack(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """By a canonical name."""
+    """Whether a canonical name is an adapter's."""
     return name.endswith((*(f".{factor}.weight" for factor in LORA_FACTORS), f".{MAGNITUDE}"))
 
 
 def beside(name: str) -> str:
-    """The weight that an adapter stands beside, by canonical names."""
+    """The weight that an adapter belongs to, by canonical names."""
     for factor in LORA_FACTORS:
         name = name.removesuffix(f".{factor}.weight")
     return f"{name.removesuffix(f'.{MAGNITUDE}')}.weight"
@@ -217,7 +217,7 @@ def parameter_count(model: Model) -> int:
 
 
 def active_parameter_count(model: Model) -> int:
-    """The parameters that one token uses: all but the routed experts it is not sent to.
+    """The parameters that one token uses: all but inactive routed experts.
 
     Embedding, head, routers and shared experts count in full.
     """
@@ -225,7 +225,7 @@ def active_parameter_count(model: Model) -> int:
 
 
 def _count(model: Model, experts: int) -> int:
-    """Counts one layer of each kind, with or without experts: a giant has 40,000 expert tensors in all."""
+    """Counts one layer of each kind, with or without experts, since a giant has 40,000 expert tensors in all."""
     table = _TABLES.get(model.family, _LLAMA)
     total = sum(one.size for one in (*table.before(model), *table.after(model)))
     sparse = [layer for layer in range(model.layers) if model.has_experts(layer)]
@@ -237,7 +237,7 @@ def _count(model: Model, experts: int) -> int:
     return total
 
 
-# Llama's names, which mistral, qwen2, qwen3, qwen3_moe and deepseek_v3 share.
+# Llama's names, shared by mistral, qwen2, qwen3, qwen3_moe and deepseek_v3.
 
 
 def _llama_before(model: Model) -> Iterator[Parameter]:
@@ -331,7 +331,7 @@ def _expert(name: str, model: Model, experts: Experts, layer: int) -> Iterator[P
     yield from _linear(f"{name}.down_proj", model.hidden, experts.ffn, layer, "expert", split="row")
 
 
-# Mixtral has Llama's tensors under other names, where it has experts.
+# Mixtral has Llama's tensors, with other names for experts.
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -344,7 +344,7 @@ def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter
         yield replace(parameter, name=name)
 
 
-# Gemma has two norms more than Llama, and Llama's name for the one before the MLP is that of the one behind attention.
+# Gemma has two norms more than Llama, and uses Llama's name of the norm before the MLP for the one behind attention.
 GEMMA_NAMES = {
     ATTENTION_OUTPUT_NORM: "post_attention_layernorm",
     "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -358,7 +358,7 @@ def _gemma_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
         yield replace(parameter, name=f"{path}.{GEMMA_NAMES.get(module, module)}.{leaf}")
 
 
-# Phi-3 has Llama's tensors, but for two that are fused: queries, keys and values, and gate and up.
+# Phi-3 has Llama's tensors, except for two fused ones: queries, keys and values, and gate and up.
 
 
 def _phi3_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
@@ -376,7 +376,7 @@ def _phi3_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
             yield parameter
 
 
-# GPT-2. Its linear layers are Conv1D: stored [in, out], and with queries, keys and values in one.
+# GPT-2. Its linear layers are Conv1D: stored as [in, out], with queries, keys and values in one.
 
 
 def _gpt2_before(model: Model) -> Iterator[Parameter]:
@@ -422,7 +422,7 @@ def _neox_after(model: Model) -> Iterator[Parameter]:
     yield from _head("embed_out", model)
 
 
-# What every table is made of.
+# Building blocks of every table.
 
 
 def _linear(
@@ -437,14 +437,14 @@ def _linear(
 ) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (outputs, inputs), layer, kind, True, split, heads)
     if bias:
-        # After a row split it is added once, to the sum.
+        # With a row split it is added once, to the sum.
         yield Parameter(
             f"{name}.bias", (outputs,), layer, kind, False, "none" if split == "row" else split, heads
         )
 
 
 def _partial(parameters: Iterator[Parameter]) -> Iterator[Parameter]:
-    """Whole on every tensor rank, with gradients from this rank's heads."""
+    """Mark as whole on every tensor rank, with gradients from this rank's heads only."""
     return (replace(one, partial=True) for one in parameters)
 
 
@@ -468,7 +468,7 @@ def _head(name: str, model: Model) -> Iterator[Parameter]:
 
 class _Table(NamedTuple):
     before: Callable[[Model], Iterator[Parameter]]
-    layer: Callable[[Model, int, int], Iterator[Parameter]]  # the last: how many of the routed experts
+    layer: Callable[[Model, int, int], Iterator[Parameter]]  # last argument: number of routed experts
     after: Callable[[Model], Iterator[Parameter]]
 
 

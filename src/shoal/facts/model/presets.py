@@ -13,7 +13,7 @@ from shoal.facts.model.huggingface import read_config
 from shoal.facts.problem import BadInput, did_you_mean
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
-LARGEST_MANIFEST = 1 << 30  # of a checkpoint: it lists every piece
+LARGEST_MANIFEST = 1 << 30  # of a checkpoint, which lists every piece
 
 _LLAMA3: dict[str, Any] = {"rope_theta": 5e5}
 _LLAMA31: dict[str, Any] = {
@@ -46,7 +46,7 @@ _GEMMA3_LONG: dict[str, Any] = {
 
 
 def _turns(layers: int, turn: int) -> dict[str, Any]:
-    """All layers but every ``turn``-th have a window."""
+    """All layers have a window except every ``turn``-th."""
     return {"window_layers": tuple(layer for layer in range(layers) if (layer + 1) % turn)}
 
 
@@ -99,7 +99,7 @@ def _preset(
     family: Family,
     layers: int,
     hidden: int,
-    heads: tuple[int, int],  # of queries, of keys and values
+    heads: tuple[int, int],  # query heads, key/value heads
     head_dim: int,
     ffn: int,
     vocab: int,
@@ -123,9 +123,9 @@ def _preset(
 
 _ALL = (
     # The embedded default: bytes 0 to 255 and a few specials, padded to a multiple of eight. So narrow a network
-    # learns much faster from larger first weights: 0.08 and not 0.02.
+    # learns much faster from larger initial weights: 0.08 instead of 0.02.
     _preset("tiny", "llama", 8, 64, (8, 4), 8, 192, 264, 1024, tied=True, init_std=0.08),
-    # The same with experts: eight, of which each token uses two.
+    # The same with eight experts, two per token.
     _preset("tiny-moe", "qwen3_moe", 8, 64, (8, 4), 8, 192, 264, 1024, **_TINY_MOE),
     _preset("llama2-7b", "llama", 32, 4096, (32, 32), 128, 11008, 32000, 4096),
     _preset("llama2-13b", "llama", 40, 5120, (40, 40), 128, 13824, 32000, 4096),
@@ -146,7 +146,7 @@ _ALL = (
     _preset("gemma2-27b", "gemma2", 46, 4608, (32, 16), 128, 36864, 256000, 8192, **_GEMMA2_27B),
     _preset("gemma3-270m", "gemma3_text", 18, 640, (4, 1), 256, 2048, 262144, 32768, **_GEMMA3_270M),
     _preset("gemma3-1b", "gemma3_text", 26, 1152, (4, 1), 256, 6912, 262144, 32768, **_GEMMA3_1B),
-    # Of these the part that reads text: published with another that reads images.
+    # The text part only; published together with a vision part.
     _preset("gemma3-4b", "gemma3_text", 34, 2560, (8, 4), 256, 10240, 262208, 131072, **_GEMMA3_4B),
     _preset("gemma3-12b", "gemma3_text", 48, 3840, (16, 8), 256, 15360, 262208, 131072, **_GEMMA3_12B),
     _preset("gemma3-27b", "gemma3_text", 62, 5376, (32, 16), 128, 21504, 262208, 131072, **_GEMMA3_27B),
@@ -167,9 +167,9 @@ PRESETS: dict[str, Model] = {model.name: model for model in _ALL}
 
 
 def find(text: str) -> Model:
-    """A preset by name, else a directory that holds a ``config.json``, the path of one, or a size such as 10B.
+    """A preset by name, else a directory with a ``config.json``, the path of one, or a size such as 10B.
 
-    A directory that is called like a preset is reached with a slash: ``./tiny``.
+    A directory with a preset's name needs a slash: ``./tiny``.
     """
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
@@ -183,10 +183,10 @@ def find(text: str) -> Model:
         return _read(path)
     if (sized := of_size(text)) is not None:
         return sized
-    # Of an id of the Hub only its last part can be a preset.
+    # Only the last part of a Hub id can be a preset.
     guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
     if hub.is_hub_name(text):
-        near = f"{guess} " if guess.startswith("did you mean") else ""  # else it is the list, which follows
+        near = f"{guess} " if guess.startswith("did you mean") else ""  # else the list, which follows
         return _of_hub(text, f"{near}presets: {', '.join(PRESETS)}; or ")
     advice = (
         f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size: 10B"
@@ -198,7 +198,7 @@ def find(text: str) -> Model:
 
 
 def at(text: str) -> Model:
-    """The model of a directory that holds a ``config.json``, or of the path of one; of a run or a checkpoint."""
+    """The model in a directory with a ``config.json`` or at the path of one; also in a run or a checkpoint."""
     path = _config_path(text)
     if path is None and hub.is_hub_name(text):
         return _of_hub(text)
@@ -211,7 +211,7 @@ def at(text: str) -> Model:
 
 
 def _of_hub(name: str, guess: str = "") -> Model:
-    """``guess``: what else may have been meant."""
+    """``guess``: what the user may have meant instead."""
     try:
         found = read_config(hub.fetch(name, hub.CONFIG, newest=False) / CONFIG)
     except BadInput as error:
@@ -220,7 +220,7 @@ def _of_hub(name: str, guess: str = "") -> Model:
 
 
 def _read(path: Path) -> Model:
-    """By a ``config.json``; or by the ``manifest.json`` of a run or a checkpoint, which both hold the shape."""
+    """From a ``config.json``, or from the ``manifest.json`` of a run or a checkpoint, which hold the shape."""
     if path.name != MANIFEST:
         return read_config(path)
     try:
@@ -233,20 +233,20 @@ def _read(path: Path) -> Model:
 
 def _config_path(text: str) -> Path | None:
     if not text:
-        return None  # or it would mean the current directory
+        return None  # otherwise it would mean the current directory
     try:
         path = Path(text).expanduser()
         if path.is_dir() and not (path / CONFIG).exists():
-            # Of a run, of its checkpoints' directory, or of a checkpoint.
+            # A run, its checkpoints directory, or a checkpoint.
             for folder in (path.parent, path) if path.name == "checkpoints" else (path,):
                 if (folder / MANIFEST).is_file():
                     return folder / MANIFEST
-            # Checkpoints without a run around them: imported or copied.
+            # Checkpoints without a run: imported or copied.
             inside = path if path.name == "checkpoints" else path / "checkpoints"
             if found := [one for one in inside.glob("step-*") if (one / MANIFEST).is_file()]:
                 return max(found, key=lambda one: (len(one.name), one.name)) / MANIFEST
         if path.is_dir():
             return path / CONFIG
         return path if path.is_file() else None
-    except (OSError, RuntimeError, ValueError):  # too long for any file, an unknown user's home, a NUL
+    except (OSError, RuntimeError, ValueError):  # a name too long for a file, an unknown user's home, a NUL
         return None

@@ -1,6 +1,7 @@
 """Which slice of a parameter a tensor rank holds, and over which ranks its gradient is summed.
 
-Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and ``parity`` put parts together by it.
+Decided once here: ``parallel`` executes it, ``predict`` prices it, checkpoints and ``parity`` reassemble parameters by
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 
 from shoal.facts.model.parameters import Parameter
 
-# Over no ranks; over those that hold the same key/value head; over the whole tensor group.
+# Over no ranks; over ranks with the same key/value head; over the whole tensor group.
 SummedOver = Literal["copies", "tensor"] | None
 
 
@@ -22,7 +23,7 @@ SummedOver = Literal["copies", "tensor"] | None
 class Box:
     """A rectangular part of a parameter."""
 
-    whole: tuple[int, ...]  # the parameter's shape
+    whole: tuple[int, ...]  # the whole parameter's shape
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -37,15 +38,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What one rank of a tensor group holds of a parameter."""
+    """One tensor rank's part of a parameter."""
 
     box: Box
-    copies: int = 1  # ranks of the group that hold this very box
-    copy: int = 0  # which of them this is
+    copies: int = 1  # ranks of the group with this same box
+    copy: int = 0  # index of this rank among them
 
 
 def tensor_part(parameter: Parameter, tp: int, index: int, ep: int = 1, ep_index: int = 0) -> TensorPart:
-    """The part of a canonical parameter on rank ``index`` of ``tp``; of stacked experts, those of ``ep_index``."""
+    """The part of a canonical parameter on rank ``index`` of ``tp``; for stacked experts, those of ``ep_index``."""
     shape, heads = parameter.shape, parameter.heads
     if parameter.kind == "expert" and len(shape) == 3:
         count, *rest = shape
@@ -58,26 +59,26 @@ def tensor_part(parameter: Parameter, tp: int, index: int, ep: int = 1, ep_index
     if parameter.split == "none":
         return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
     if heads is not None and tp > heads:
-        # Fewer heads than ranks: neighbours share one, the one that their query heads attend to.
+        # With fewer heads than ranks, neighbours share one: the head that their query heads attend to.
         copies = tp // heads
         return TensorPart(cut_evenly(shape, 0, heads, index // copies), copies, index % copies)
     return TensorPart(cut_evenly(shape, 1 if parameter.split == "row" else 0, tp, index))
 
 
 def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
-    """Whose gradients of a canonical parameter add up to the whole, beyond those of other data ranks."""
+    """The tensor ranks whose gradients must be summed, besides those of data ranks."""
     if tp == 1:
         return None
     if parameter.split == "none":
-        # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
-        # without it all of them, as every other rank does.
+        # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens;
+        # without it, all of them, like every other rank.
         return "tensor" if sp or parameter.partial else None
-    # The same head, each rank with its own queries.
+    # The same head, with different queries on each rank.
     return "copies" if parameter.heads is not None and tp > parameter.heads else None
 
 
 def cut_evenly(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
-    """Even parts, rounded up: the last ones are smaller, or empty, where the size does not divide (vocabularies)."""
+    """Equal parts, rounded up: the last ones are smaller, or empty, if the size does not divide (vocabularies)."""
     most = -(-shape[dimension] // parts)
     start = min(index * most, shape[dimension])
     size = min(most, shape[dimension] - start)
@@ -86,17 +87,17 @@ def cut_evenly(shape: tuple[int, ...], dimension: int, parts: int, index: int) -
 
 
 def box_slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """A box as an index of the array that it is of."""
+    """A box as an array index."""
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def range_boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``start`` to ``stop`` of an array, counted row by row, as (offset, shape) of boxes in their order.
+    """Elements ``start`` to ``stop`` of an array in row-major order, as (offset, shape) of boxes in order.
 
-    A range that does not begin or end with a row makes a box of the rest of one row, one of whole rows, and one of the
-    beginning of another; likewise within those rows.
+    A range that does not begin or end with a row yields a box for the rest of one row, one for whole rows, and one for
+    the beginning of another; likewise within those rows.
     """
     if start >= stop:
         return
@@ -129,7 +130,7 @@ def meet(
     other_offset: tuple[int, ...],
     other_shape: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The box that two boxes have in common, as (offset, shape); None where there is none."""
+    """The intersection of two boxes, as (offset, shape), or None."""
     starts = tuple(map(max, offset, other_offset))
     ends = (min(a + b, c + d) for a, b, c, d in zip(offset, shape, other_offset, other_shape, strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -137,7 +138,7 @@ def meet(
 
 
 def tile(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes, as (offset, size), hold every element of a shape exactly once."""
+    """Whether boxes, as (offset, size), cover every element of a shape exactly once."""
     return cover_alike([((0,) * len(shape), shape)], boxes)
 
 
@@ -145,10 +146,10 @@ def cover_alike(
     ones: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
     others: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> bool:
-    """Whether two sets of boxes hold the same elements equally often.
+    """Whether two sets of boxes cover the same elements equally often.
 
-    A box is known by its corners, each with a sign: plus for an even number of far ends, minus for an odd one. Boxes
-    add up to the whole exactly where their signed corners do, so no two of them have to be compared.
+    Each box is represented by its corners with signs: plus for an even number of far ends, minus for an odd one. Two
+    sets are equal exactly if their signed corners are, so boxes need not be compared pairwise.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for way, boxes in ((-1, ones), (1, others)):

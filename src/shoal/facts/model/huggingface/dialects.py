@@ -1,4 +1,4 @@
-"""Model families in Hugging Face's terms: each family's own keys and defaults."""
+"""Model families in Hugging Face's terms: each family's keys and defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.facts.model.huggingface.rope import RopeKeys
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a family spells the common keys (any of several; the first is written), and its own defaults."""
+    """A family's spellings of the common keys (the first of several is written), and its defaults."""
 
     architecture: str
     default_positions: int
@@ -22,11 +22,11 @@ class Dialect:
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     rope: RopeKeys = field(default_factory=RopeKeys)
-    default_kv_heads: int | None = None  # None: as many as query heads
+    default_kv_heads: int | None = None  # None: equal to the query heads
     default_head_dim: int | None = None  # None: hidden / heads
     default_eps: float = 1e-6
     default_activation: str = "silu"
-    # Keys that would change the network in a way Shoal does not compute, with the one value that is fine.
+    # Keys that would change the network in a way Shoal does not support, with their one acceptable value.
     fixed: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -55,7 +55,7 @@ DIALECTS: dict[Family, Dialect] = {
         default_kv_heads=4,
         default_head_dim=256,
         default_activation="gelu_pytorch_tanh",
-        # transformers reads this key of a Gemma 3, and computes without it.
+        # transformers reads this key of a Gemma 3, but ignores it.
         fixed={"mlp_bias": False, "attn_logit_softcapping": None},
     ),
     "phi3": Dialect("Phi3ForCausalLM", 4096, default_eps=1e-5, fixed=_NO_BIAS),
@@ -112,7 +112,7 @@ DIALECTS: dict[Family, Dialect] = {
     ),
 }
 
-# Several of their names are one function; the first of each is the one we write.
+# Synonyms of activation functions; the first of each is written.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -122,7 +122,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
-GEMMA = ("gemma2", "gemma3_text")  # norms on both sides, with 1 + weight; scaled embeddings; windows by turns
+GEMMA = ("gemma2", "gemma3_text")  # norms on both sides (1 + weight), scaled embeddings, windows
 GPT = ("gpt2", "gpt_neox")  # layer norms, biases, an ungated MLP, one fused projection of q, k and v
 OPTIONAL_BIAS = ("llama", "qwen3", *GEMMA, "gpt_neox", "qwen3_moe", "deepseek_v3")
 EXPERT_COUNT = {

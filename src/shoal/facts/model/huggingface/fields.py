@@ -11,9 +11,9 @@ from shoal.facts.model import WIDEST
 from shoal.facts.problem import BadInput, Problem, did_you_mean, shorten
 
 LARGEST_NUMBER = 1e15
-LONGEST_VALUE = 200  # of what a message quotes
+LONGEST_VALUE = 200  # quoted in messages
 
-REQUIRED: Any = object()  # in place of a default: the key must be there
+REQUIRED: Any = object()  # as a default: the key is required
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """The keys of one object. A wrong value is noted, and a stand-in of the right type returned."""
+    """The keys of one object. A wrong value is recorded, and a placeholder of the right type returned."""
 
     def __init__(self, values: Mapping[str, Any], where: str, problems: list[Problem] | None = None) -> None:
         self.values = values
@@ -49,13 +49,13 @@ class Fields:
         self.problems.append(Problem(f"{self.where}: {shorten(what, LONGEST_VALUE)}", fix))
 
     def check(self, holds: bool, what: str, fix: str = "") -> None:
-        """Note where values contradict one another."""
+        """Record a contradiction between values."""
         if not holds:
             self.contradictions.append(Problem(f"{self.where}: {shorten(what, LONGEST_VALUE)}", fix))
 
     def raise_problems(self) -> None:
-        # Beside a wrong value, whose stand-in takes part in the comparisons, contradictions would mislead.
-        told = dict.fromkeys(self.problems or self.contradictions)  # once each: a key may be looked at twice
+        # If there are wrong values, contradictions would mislead, since placeholders took part in the comparisons.
+        told = dict.fromkeys(self.problems or self.contradictions)  # a key may be read twice
         if told:
             raise BadInput(tuple(told))
 
@@ -63,7 +63,7 @@ class Fields:
         return any(key in self.values for key in keys)
 
     def look(self, keys: str | tuple[str, ...], default: Any = REQUIRED) -> Any:
-        """The value under any of several spellings, which must not contradict one another."""
+        """The value under any of several spellings, which must agree."""
         spellings = (keys,) if isinstance(keys, str) else keys
         written = [key for key in spellings if key in self.values]
         if not written:
@@ -92,7 +92,7 @@ class Fields:
     def optional_whole(
         self, keys: str | tuple[str, ...], default: int | None, most: int = WIDEST
     ) -> int | None:
-        """As ``whole``, but ``null`` is a value of its own."""
+        """Like ``whole``, but ``null`` is a valid value."""
         if self.look(keys, default) is None:
             return None
         return self.whole(keys, default, most=most)
@@ -100,10 +100,10 @@ class Fields:
     def number(
         self, keys: str | tuple[str, ...], default: Any = REQUIRED, least: float | None = None
     ) -> float:
-        """A finite number; above zero where no least value is given."""
+        """A finite number; positive unless a minimum is given."""
         value = self.look(keys, default)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        # NaN passes no comparison.
+        # NaN fails every comparison.
         if numeric and value <= LARGEST_NUMBER and (value > 0 if least is None else value >= least):
             return float(value)
         if value is not REQUIRED:
@@ -119,7 +119,7 @@ class Fields:
     def optional_number(
         self, key: str, default: float | None = None, least: float | None = None
     ) -> float | None:
-        """As ``number``, but ``null`` is a value of its own."""
+        """Like ``number``, but ``null`` is a valid value."""
         return None if self.values.get(key, default) is None else self.number(key, default, least)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -137,7 +137,7 @@ class Fields:
         return meanings[default]
 
     def items(self, key: str) -> list[Any] | None:
-        """A list; None where it is absent or ``null``."""
+        """A list; None if absent or ``null``."""
         value = self.values.get(key)
         if value is None or isinstance(value, list):
             return value

@@ -1,8 +1,8 @@
-"""A ``config.json`` into a Model. Absent keys take the values that ``transformers`` gives them, except the
-sizes that make the model; what Shoal does not compute is refused, never guessed.
+"""Read a ``config.json`` into a Model. Absent keys take ``transformers``' defaults, except for the sizes that make the
+model; what Shoal does not support is rejected, never guessed.
 
-Dropout and the load-balancing loss belong to the recipe, token numbers to the tokenizer, quantization to how
-weights are stored: those keys are passed over.
+Dropout and the load-balancing loss belong to the recipe, token ids to the tokenizer, quantization to weight storage:
+those keys are ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shoal.facts.problem import BadInput, did_you_mean
 
 
 def read_config(source: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
-    """The shape that a ``config.json`` (its path, or its content) describes, or all that is wrong with it."""
+    """The shape that a ``config.json`` (its path, or its content) describes; raises with everything wrong with it."""
     if isinstance(source, Mapping):
         config, where, default_name = source, name or "config.json", "model"
     else:
@@ -57,7 +57,7 @@ def read_config(source: str | Path | Mapping[str, Any], name: str | None = None)
         fields.raise_problems()
         return Model.model_validate({"name": name or default_name, "family": family} | values)
     except ValidationError as error:
-        # Each number may be right and what follows from two of them still beyond all limits.
+        # Each number may be valid while a product of two exceeds all limits.
         fields.raise_problems()
         raise BadInput(f"{where}: what follows for {first_fault(error)}", "correct the sizes") from None
 
@@ -87,7 +87,7 @@ def _refuse_oddities(fields: Fields, family: Family) -> None:
         if key in fields.values and fields.values[key] != fine:
             fields.problem(f"{key} = {fields.values[key]!r} is not supported", f"only {fine!r} is")
     body = dialect.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
-    # A name of its own is a network of its own: heads for speculative decoding call themselves llama too.
+    # An architecture name of its own means a different network: speculative-decoding heads also call themselves llama.
     for written in fields.items("architectures") or []:
         if str(written).lower() not in (dialect.architecture.lower(), body.lower()):
             fields.problem(f"architecture {written!r} is not supported", f"only {dialect.architecture} is")
@@ -201,7 +201,7 @@ def _read_heads(
         "the second must divide the first",
     )
     if latent is not None:
-        # transformers writes these two down, but they follow from others; its head_dim is the rotating part.
+        # transformers writes these two, but they follow from others; its head_dim is the rotated part.
         for key, width in (("head_dim", latent.rope_dim), ("qk_head_dim", latent.nope_dim + latent.rope_dim)):
             written = fields.look(key, width)
             fields.check(written == width, f"{key} is {written!r}", f"it follows from the others: {width}")
@@ -215,7 +215,7 @@ def _read_heads(
         head_dim = fields.whole("head_dim", dialect.default_head_dim)
     elif family not in GPT:
         head_dim = fields.optional_whole("head_dim", None)
-    # transformers insists on this for llama and gemma even where head_dim is given.
+    # transformers requires this for llama and gemma even if head_dim is given.
     fields.check(
         hidden % heads == 0 or (head_dim is not None and family not in ("llama", *GEMMA)),
         f"{heads} heads do not divide a hidden size of {hidden}",
@@ -225,7 +225,7 @@ def _read_heads(
 
 
 def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The sliding window, and the layers that have it where it is not all of them."""
+    """The sliding window, and the layers that have it, if not all."""
     window, first = None, 0
     if family in ("mistral", "mixtral", "phi3"):
         default = 4096 if family == "mistral" else None
@@ -240,7 +240,7 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
     windowed = tuple(range(first, layers)) if window is not None else ()
     if family in GEMMA:
         window = fields.optional_whole("sliding_window", 4096, MOST_POSITIONS)
-        # All but every second, or every sixth; in files of transformers 4 the number may be another.
+        # All but every second, or every sixth; files of transformers 4 may have another number.
         turn = 2 if family == "gemma2" else fields.whole("sliding_window_pattern", 6)
         windowed = tuple(layer for layer in range(layers) if (layer + 1) % turn)
     kinds = ["full_attention"] * layers
@@ -325,7 +325,7 @@ def _read_experts(fields: Fields, family: Family, layers: int, ffn: int) -> Expe
 
 
 def _read_dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """qwen3_moe: layers that are listed, or that the step passes over, keep an ordinary MLP."""
+    """qwen3_moe: listed layers, and those that the step skips, keep an ordinary MLP."""
     step = fields.whole("decoder_sparse_step", 1)
     listed = fields.items("mlp_only_layers") or []
     for layer in listed:

@@ -17,14 +17,14 @@ _KEYS: dict[str, set[str]] = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
 }
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# Gemma 3: the base in layers with a window; in transformers 5 each kind of layers has an object of its own.
+# Gemma 3: the base in layers with a window; in transformers 5 each kind of layer has its own object.
 LOCAL_THETA, _LOCAL, _GLOBAL = "rope_local_base_freq", "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """How a family spells the two top-level keys, and what it assumes where they are absent."""
+    """A family's spelling of the two top-level keys, and its defaults."""
 
     theta: tuple[str, ...] = ("rope_theta",)
     fraction: tuple[str, ...] = ("partial_rotary_factor",)
@@ -33,7 +33,7 @@ class RopeKeys:
 
 
 def read_rope(fields: Fields, keys: RopeKeys, max_positions: int) -> tuple[float, float, RopeScaling | None]:
-    """Theta, the share of each head that rotates, and the scaling."""
+    """Theta, the rotated share of each head, and the scaling."""
     inner = Fields(_object(fields), f"{fields.where}: rope", fields.problems)
     theta = _number(fields, inner, "rope_theta", keys.theta, keys.default_theta)
     fraction = _number(fields, inner, "partial_rotary_factor", keys.fraction, keys.default_fraction)
@@ -41,7 +41,7 @@ def read_rope(fields: Fields, keys: RopeKeys, max_positions: int) -> tuple[float
 
 
 def read_window_theta(fields: Fields) -> float:
-    """The base in layers with a window. They know no scaling."""
+    """The base in layers with a window, which have no scaling."""
     inner = Fields(_object(fields, _LOCAL), f"{fields.where}: rope of {_LOCAL}", fields.problems)
     kind = inner.look(("rope_type", "type"), "default")
     if kind != "default" or not set(inner.values) <= _COMMON_KEYS:
@@ -50,13 +50,13 @@ def read_window_theta(fields: Fields) -> float:
 
 
 def _object(fields: Fields, layers: str = _GLOBAL) -> dict[str, Any]:
-    """``rope_scaling`` (4) or ``rope_parameters`` (5); of these layers, where the kinds have objects of their own."""
+    """``rope_scaling`` (4) or ``rope_parameters`` (5); for this kind of layers, if kinds have objects of their own."""
     written = [
         (key, fields.values[key]) for key in ("rope_scaling", "rope_parameters") if fields.values.get(key)
     ]
     for number, (key, value) in enumerate(written):
         if isinstance(value, dict) and fields.values.get("model_type") == "gemma3_text":
-            # The one object of transformers 4 is that of the layers without a window.
+            # The single object of transformers 4 applies to layers without a window.
             by_kind = set(value) <= {_LOCAL, _GLOBAL}
             value = value.get(layers) or {} if by_kind else value if layers == _GLOBAL else {}
             written[number] = key, value
@@ -69,7 +69,7 @@ def _object(fields: Fields, layers: str = _GLOBAL) -> dict[str, Any]:
 
 
 def _number(fields: Fields, inner: Fields, key: str, outer_keys: tuple[str, ...], default: float) -> float:
-    """A number inside the object or beside it. Versions disagree on which wins, so they must be equal."""
+    """A number inside the object or next to it. Versions disagree on precedence, so the two must be equal."""
     if not inner.has(key):
         return fields.number(outer_keys, default)
     value = inner.number(key)
@@ -112,7 +112,7 @@ def _read_scaling(fields: Fields, inner: Fields, max_positions: int) -> RopeScal
 
 
 def _read_original(fields: Fields, inner: Fields, kind: str, max_positions: int) -> int:
-    """The length before stretching. Linear and dynamic scaling know no other than the model's own."""
+    """The length before scaling. Linear and dynamic scaling only have the model's own."""
     outside = fields.whole(_ORIGINAL, max_positions, most=MOST_POSITIONS)
     original = inner.whole(_ORIGINAL, outside, most=MOST_POSITIONS)
     if fields.has(_ORIGINAL) and outside != original:
@@ -123,7 +123,7 @@ def _read_original(fields: Fields, inner: Fields, kind: str, max_positions: int)
 
 
 def write_rope(model: Model, keys: RopeKeys) -> dict[str, Any]:
-    """Top-level keys, which both 4 and 5 read."""
+    """Top-level keys, which both versions read."""
     config: dict[str, Any] = {keys.theta[0]: model.rope_theta}
     if model.rope_fraction != 1.0 or keys.default_fraction != 1.0:
         config[keys.fraction[0]] = model.rope_fraction

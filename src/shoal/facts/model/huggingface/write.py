@@ -42,7 +42,7 @@ def write_config(model: Model) -> dict[str, Any]:
 
 
 def _activation(model: Model) -> str:
-    """By the name that the family itself uses, where the function has several."""
+    """The family's own name, if the function has several."""
     usual = DIALECTS[model.family].default_activation
     if ACTIVATIONS[usual] == model.activation:
         return usual
@@ -50,7 +50,7 @@ def _activation(model: Model) -> str:
 
 
 def _refuse_losses(model: Model, read_back: Model) -> None:
-    """What a family's config has no key for would be lost without a word."""
+    """Raise for settings without a key in a family's config, which would be lost silently."""
     lost = [key for key in type(model).model_fields if getattr(model, key) != getattr(read_back, key)]
     if lost:
         wrong = ", ".join(f"{key}={getattr(model, key)!r}" for key in lost)
@@ -87,7 +87,7 @@ def _write_attention(model: Model) -> dict[str, Any]:
 
 
 def _whole_number(value: float) -> float:
-    """As an int where it is one: transformers takes no other number here."""
+    """As an int if it is one: transformers accepts no other number here."""
     return int(value) if value == int(value) else value
 
 
@@ -96,7 +96,7 @@ def _write_windows(model: Model) -> dict[str, Any]:
     if model.family.startswith("qwen"):
         config["use_sliding_window"] = model.window is not None
     if model.family.startswith("qwen") or model.family in ("mistral", "mixtral", "phi3", *GEMMA):
-        config["sliding_window"] = model.window  # absent is not the same as null
+        config["sliding_window"] = model.window  # absent differs from null
     if (model.family in ("qwen2", "qwen3") and model.window is not None) or model.family in GEMMA:
         windows = [model.layer_window(layer) for layer in range(model.layers)]
         config["layer_types"] = [
