@@ -183,7 +183,7 @@ def block_forward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One block [B, heads, size, head_dim]: the result, and ln Σ exp of the scores, to which ``mask`` is added.
+    """One block [B, heads, size, head_dim]: the output, and ln Σ exp of the scores, to which ``mask`` is added.
 
     ``cap``: before that, scores are cap · tanh(score / cap).
     """

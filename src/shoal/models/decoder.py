@@ -165,7 +165,7 @@ class Network(nn.Module):
         documents: Documents | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, hidden] after the final norm; of a pipeline stage, after what it has.
+        """Hidden states [B, T, hidden] after the final norm; for a pipeline stage, after its last block.
 
         tokens, positions: int64 [B, T]; a stage without the embedding takes hidden states instead of tokens.
         documents: None if every row is one document. Positions ascend within a document. noise: int64 [B], one hashed

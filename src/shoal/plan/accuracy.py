@@ -105,9 +105,9 @@ def _row(run: PublishedRun) -> AccuracyRow:
 
 
 def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
-    """What a row leaves open the planner chooses: the fastest that fits; where none does, the fastest.
+    """Fill in what a row leaves open: the fastest choice that fits; if none does, the fastest.
 
-    A row was run: where no choice fits, the ledger is off, and people choose for speed.
+    The row did run: if no choice fits, the ledger is wrong, and people optimise for speed.
 
     Of several stacks the most likely one counts, unless only another one's run would have fitted.
     """

@@ -1,8 +1,8 @@
 """What published runs have in common, where predictions cannot tell layouts apart.
 
-Two layouts that are predicted to be a few percent apart may well be the other way round (``plan/judge.py``). Those who
+Two layouts predicted to be a few percent apart may really be in the other order (``plan/judge.py``). Practitioners who
 measured such runs at length settled on a few rules, which stand for what a cost model leaves out. A layout may depart
-from them where it is faster by more than that; otherwise it has to be explained, and so a departure counts as a part
+from them if it is faster by more than that; otherwise the departure needs explaining, so it counts as a part
 (``plan/complexity.py``).
 
 - Tensor ranks stay within a node: beyond it every layer waits for the network, and for whatever slows it down. And

@@ -21,7 +21,7 @@ Phase = Literal[
 # Not frozen: a planner creates a million of these, and freezing triples the cost.
 @dataclass(slots=True)
 class CollectiveCall:
-    """Equal calls of one operation in one group. ``bytes`` is one call's largest buffer.
+    """Identical calls of one operation in one group. ``bytes`` is the largest buffer of one call.
 
     ``group`` is an axis of the layout; several axes that act as one (``fsdp·cp``); what expert parallelism leaves of
     those (``fsdp·cp/ep``, ``dp/ep``); the tensor ranks that share a key/value head (``tp copies``); the two ends of a

@@ -81,7 +81,7 @@ def _alone(chunks: int, micro_batches: int) -> list[Step]:
 
 
 def _one_forward_one_backward(chunk_order: list[int], ahead: int) -> list[Step]:
-    """Some forwards ahead, then forward and backward in turn, then the backwards that are left.
+    """Some warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
     ``1f1b`` (PipeDream-Flush): just enough warm-up forwards to reach the last rank. It idles 3(p - 1), as ``gpipe``
     does, but holds at most p micro-batches. ``interleaved`` (Megatron-LM): p micro-batches at a time pass through one
@@ -146,7 +146,7 @@ def _zero_bubble_v(pp: int, micro_batches: int, rank: int) -> list[Step]:
 
 
 def _dual_pipe_v(pp: int, micro_batches: int, rank: int) -> list[Step]:
-    """DualPipeV (DeepSeek; DualPipe cut in half by Sea AI Lab): a forward of one chunk beside a backward of the other.
+    """DualPipeV (DeepSeek; DualPipe cut in half by Sea AI Lab): one chunk's forward alongside the other's backward.
 
     Such a pair (``F0 B1``, ``F1 B0``) is independent, so one's communication can overlap the other's computation.
     Backward is split only while the pipeline fills and drains. It idles p - 1 at 2p micro-batches or more, and holds
