@@ -22,7 +22,9 @@ def busiest(ep: int) -> float:
 
 
 def crossing(experts: Experts, tokens: int, nodes: int) -> int:
-    """Number of tokens sent to other nodes, counted once per node with an expert of theirs, under even routing."""
+    """Number of token copies sent to nodes: one per node with an expert of the token (its own included), routed
+    evenly.
+    """
     return round(tokens * reached(experts, nodes))
 
 

@@ -22,7 +22,7 @@ from shoal.predict.workload import Workload
 # machine. These are the costs of pricing a whole layout, of its ledger, and of simulating a pipeline for that.
 PRICED = 25
 COUNTED, PLAYED = 20, 4
-# A layout predicted to fill at most this share of a device usually fits.
+# A layout whose memory bound is at most this share of a device usually fits.
 ROOMY = 0.8
 # Degrees of tp, cp, pp, ep; what data ranks shard; whether anything is offloaded.
 StrategyKey = tuple[int, int, int, int, int, bool]

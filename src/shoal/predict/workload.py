@@ -94,8 +94,9 @@ class Workload:
 
     @cached_property
     def crossing(self) -> int:
-        """Tokens of a micro-batch sent to experts on other nodes, and as many received; 0: all experts are on one
-        node.
+        """Token copies that a micro-batch sends across nodes, one per node with an expert of theirs; as many arrive.
+
+        0: all experts are on one node.
         """
         return sum(count * self.crossing_of(tokens) for tokens, count in self.token_parts)
 

@@ -38,7 +38,7 @@ class Cluster(Hardware):
 
     @property
     def apart(self) -> int | None:
-        """The same where some do not; None where all do."""
+        """``domain``, if some devices need the network to reach one another; None if none do."""
         return self.domain if self.domain < self.devices else None
 
     def __str__(self) -> str:

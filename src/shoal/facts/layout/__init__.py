@@ -148,7 +148,7 @@ class Layout(BaseModel):
         return self.world == 1 and self.accumulation(batch) == 1
 
     def positions(self, batch: int, data_rank: int) -> list[range]:
-        """A data rank's places in the global batch, one range a micro-batch."""
+        """A data rank's places in the global batch, one range per micro-batch."""
         micro, count = self.micro_batch(batch), self.accumulation(batch)
         first = data_rank * count
         return [range(one * micro, (one + 1) * micro) for one in range(first, first + count)]

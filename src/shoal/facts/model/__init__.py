@@ -170,7 +170,7 @@ class Model(Shape):
 
     @property
     def base(self) -> Model:
-        """Without adapters."""
+        """The model without adapters."""
         return self if self.adapters is None else self.model_copy(update={"adapters": None})
 
     @model_serializer(mode="wrap")
