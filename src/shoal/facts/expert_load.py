@@ -22,9 +22,7 @@ def busiest(ep: int) -> float:
 
 
 def crossing(experts: Experts, tokens: int, nodes: int) -> int:
-    """Number of token copies sent to nodes: one per node with an expert of the token (its own included), routed
-    evenly.
-    """
+    """Token copies sent to nodes: one per node with an expert of the token (its own included), routed evenly."""
     return round(tokens * reached(experts, nodes))
 
 

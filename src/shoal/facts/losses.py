@@ -1,6 +1,4 @@
-"""Losses: what each requires of data and layout, and what a step reports for it. ``models/losses.py`` has the code,
-under the same names.
-"""
+"""Losses: what each requires of data and layout, and what a step reports. Code: ``models/losses.py``, same names."""
 
 from __future__ import annotations
 

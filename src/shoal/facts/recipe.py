@@ -1,6 +1,4 @@
-"""The recipe: everything that defines the mathematics of a run. Changing it makes a different run; a layout does
-not.
-"""
+"""The recipe: everything that defines the mathematics of a run. Changing it makes a different run."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ class ParameterOptions(BaseModel):
 
 
 class Recipe(BaseModel):
-    """Global batch, sequence length, optimizer, schedule, precision, seed. Values of a wrong type are rejected, not
-    coerced.
-    """
+    """Global batch, sequence length, optimizer, schedule, precision, seed. Wrong types are rejected, not coerced."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -316,9 +312,7 @@ class Recipe(BaseModel):
 
     @property
     def rounds_by_chance(self) -> bool:
-        """Whether weight updates are rounded stochastically: when weights are stored narrower than the update
-        computes.
-        """
+        """Whether updates are rounded stochastically: when weights are stored narrower than the update computes."""
         return self.states != "fp32" and self.precision != "fp64" and self.rounding == "stochastic"
 
     @property

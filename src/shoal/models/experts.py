@@ -99,9 +99,7 @@ class Travel(Protocol):
     """Dispatch: how tokens reach their experts."""
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-        """The copies to send of tokens [T, hidden] with experts [T, active], and their order. The shape does not
-        depend on the routing.
-        """
+        """Copies of tokens [T, hidden] for experts [T, active], and their order; shapes do not depend on routing."""
 
     def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
         """Start sending; received tokens are available only when outputs are requested."""

@@ -16,9 +16,7 @@ Score = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenCandidates:
-    """Which tokens may be sampled: the ``top_k`` most likely (0: all), and of those the most likely that reach
-    ``top_p``.
-    """
+    """Tokens that may be sampled: the ``top_k`` most likely (0: all), of those the most likely reaching ``top_p``."""
 
     top_k: int = 0
     top_p: float = 1.0

@@ -115,9 +115,7 @@ class WeightFiles:
         return sorted(self.directory / name for name in named)
 
     def check(self, model: Model) -> None:
-        """Check that every tensor exists, in a trainable dtype and with the model's shape; reports all problems at
-        once.
-        """
+        """Check that every tensor exists, with a trainable dtype and the model's shape; reports everything at once."""
         wanted = list(parameters(model))
         lacking, quantized, others = [], [], []
         for parameter in wanted:

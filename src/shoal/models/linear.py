@@ -153,9 +153,7 @@ class Linear(nn.Linear):
 
     @torch.no_grad()
     def row_lengths(self, weight: Tensor) -> Tensor:
-        """Row norms of W + scale · B·A without forming the sum: |w|² + 2·scale·(w·a) b + scale²·b (a·a) b. No
-        gradient.
-        """
+        """Row norms of W + scale · B·A without the sum: |w|² + 2·scale·(w·a) b + scale²·b (a·a) b. No gradient."""
         assert self.lora_A is not None and self.lora_B is not None
         if weight.dtype == PACKED:
             weight = unpack(weight, self.lora_A.weight.dtype)

@@ -82,9 +82,7 @@ class Head(nn.Module):
         return loss, (wanted != IGNORE).sum()
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Log-probability of every target; 0 for those that do not count. Calls the module, so that hooks gather its
-        weight.
-        """
+        """Log-probability of every target, 0 if it does not count. Calls the module, so hooks gather its weight."""
         found: Tensor
         found, _ = self(hidden, targets, by_token=True)
         return found.view(targets.shape)

@@ -55,9 +55,7 @@ class Announce(Protocol):
 
 @dataclass(frozen=True)
 class Channel:
-    """A place where ranks meet: a group, with all of its ranks each time; or, if ``directed``, a sender and a
-    receiver.
-    """
+    """Where ranks meet: all ranks of a group, each time; or, if ``directed``, a sender and a receiver."""
 
     id: str  # torch's name of the group, the same on all of its ranks
     group: str  # the layout's axis

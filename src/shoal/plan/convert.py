@@ -1,6 +1,4 @@
-"""Convert another stack's settings to a commented config: read them, apply overrides, check them with the engine's
-rules.
-"""
+"""Convert another stack's settings to a commented config: read, override, check by the engine's rules."""
 
 from __future__ import annotations
 

@@ -88,9 +88,7 @@ USUAL_ROWS, USUAL_ERROR = 5, 0.055
 
 
 def apart(workload: Workload, kind: MeasuredKind, unmeasured: int, known: bool) -> float:
-    """Euclidean distance from a kind, in steps. ``unmeasured``: claims that no row supports; ``known``: the device is
-    measured.
-    """
+    """Euclidean distance from a kind, in steps. ``unmeasured``: unsupported claims; ``known``: a measured device."""
     layout, name = workload.layout, workload.cluster.device.name
     device = 0.0
     if name != kind.device:

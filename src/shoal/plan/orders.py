@@ -56,9 +56,7 @@ class OrderGroup:
 
 
 class OpenGroup(NamedTuple):
-    """A partly decided group; None marks what is open. ``puts_off``: whether weight gradients are deferred; blocks are
-    compiled only if not.
-    """
+    """A partly decided group; None: open. ``puts_off``: weight gradients are deferred, so blocks are not compiled."""
 
     splits: tuple[ModelSplit, ...]  # with equal tensor and context ranks
     share: WorkShare | None = None

@@ -170,9 +170,7 @@ def _layouts(row: dict[str, str], model: Model, batch: int) -> Iterator[Layout]:
 
 
 def _chunks(layers: int) -> list[int]:
-    """Possible chunk counts of a rank with ``layers`` layers: up to eight; if none of those divides them, one per
-    layer.
-    """
+    """Possible chunk counts of a rank with ``layers`` layers: up to eight; if none divides them, one per layer."""
     found = [each for each in divisors(layers) if each <= MOST_CHUNKS]
     return found if len(found) > 1 or layers == 1 else [1, layers]
 

@@ -29,9 +29,7 @@ from shoal.plan.scale import Cost, Point
 
 @dataclass(frozen=True)
 class PlanReport:
-    """``plans`` are sorted fastest first and include the chosen one; a requested layout is the only plan, whether it
-    fits or not.
-    """
+    """``plans``: fastest first, the chosen one included; a requested layout alone, whether it fits or not."""
 
     asked: PlanRequest
     plans: list[Plan]

@@ -124,9 +124,7 @@ def search(
     def hunted(
         room: MemoryBound, space: Space, others: int = OTHERS, patient: bool = True
     ) -> list[BestFirst]:
-        """Hunt through a space. If it is cut off without finding anything that fits, a second hunt covers frugal
-        layouts only.
-        """
+        """Hunt through a space. If it is cut off empty-handed, a second hunt covers frugal layouts only."""
 
         def hunt(space: Space) -> BestFirst:
             loosest = replace(space, apart=apart, customary=False)

@@ -136,9 +136,7 @@ class ShareBound(LayerBound):
 
     @cached_property
     def _attention(self) -> float:
-        """Attention over a whole batch on one device. Measured attention depends on its shape, so it is left out
-        there.
-        """
+        """Attention over a whole batch on one device; 0 if measured, because it then depends on its shape."""
         if self.measured:
             return 0.0
         recipe, layers = self.recipe, self.model.layers

@@ -245,9 +245,7 @@ class Space:
     def sharings(
         self, split: ModelSplit, ep: int, offload: tuple[Offload, ...] = NOTHING
     ) -> list[list[StateSharding]]:
-        """Grouped by what is sharded; each group from the most ranks to the fewest, so from the least memory to the
-        most.
-        """
+        """Grouped by what is sharded; in each group from the most ranks, and so the least memory, to the fewest."""
         found = self._sharings(split.data, split.cp, ep, offload)
         if self.customary:
             found = [alike for alike in found if alike[0].zero == 1 or not _shared(split, alike[0])]

@@ -155,9 +155,7 @@ class TimeBound(ShareBound):
         zeros: tuple[Zero, ...] = ZEROS,
         compiled: bool | None = None,
     ) -> float:
-        """Exposed data-rank exchange besides the passes, for any sharding and any recomputation. Added to ``of_share``
-        and ``of_order``.
-        """
+        """Exposed data-rank exchange for any sharding and recomputation, on top of ``of_share`` and ``of_order``."""
         key = split, share, zeros, compiled
         known = self._exchanged.get(key)
         if known is None:

@@ -37,9 +37,7 @@ def matrix_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def attention_kinds(model: Model, seq: int) -> list[tuple[int, bool, float]]:
-    """The kinds of attention layers: one layer of each, whether a window cuts its rows short, and its share of all
-    layers.
-    """
+    """Kinds of attention layers: an example, whether a window cuts its rows short, and its share of all layers."""
     windows = [(model.layer_window(layer) or seq) < seq for layer in range(model.layers)]
     return [
         (windows.index(cut), cut, windows.count(cut) / model.layers)

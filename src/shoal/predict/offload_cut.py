@@ -45,9 +45,7 @@ def shard_of(workload: Workload, rank: int) -> int:
 
 
 def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) -> float:
-    """The offloaded share of ``what`` (optimizer, params or activations) on data rank ``shard`` of pipeline rank
-    ``stage``.
-    """
+    """The offloaded share of optimizer, params or activations on data rank ``shard`` of pipeline rank ``stage``."""
     part = waiting(workload.layout.offload, what)
     if part is None:
         return 0.0

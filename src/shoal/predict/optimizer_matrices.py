@@ -46,9 +46,7 @@ def sharing_of(workload: Workload) -> Sharing:
 
 
 def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]:
-    """How many matrices and vectors of each shape a stage has, among the parameters that the optimizer's own rule
-    updates.
-    """
+    """How many matrices and vectors of each shape a stage has, among those that the optimizer's own rule updates."""
     model, layout, optimizer = workload.model, workload.layout, workload.recipe.optimizer
     found: Counter[tuple[int, ...]] = Counter()
 

@@ -1,6 +1,4 @@
-"""The parameters that one rank holds, tensor by tensor and as counts, and which are trained; memory, traffic and time
-use it.
-"""
+"""The parameters that one rank holds, tensor by tensor and as counts, and which of them are trained."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ class Curve(Hardware):
         return self
 
     def at(self, size: float) -> float:
-        """Log-linear interpolation between two sizes; below the smallest, where launching dominates, its time; above
-        the largest, its rate."""
+        """Log-linear between two sizes; below the smallest, its time (launch-bound); above the largest, its rate."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
             return seconds[0]

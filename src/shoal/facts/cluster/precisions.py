@@ -19,8 +19,6 @@ def usual(device: Device) -> Precision:
 
 
 def refused(device: Device, precision: str) -> Iterator[Problem]:
-    """Reject precisions without hardware support: emulated, a narrow one would be slower than a wide one and less
-    exact.
-    """
+    """Reject precisions without hardware support: emulated, a narrow one is both slower and less exact."""
     if precision in ("bf16", "fp16", "fp8") and not has_units(device, precision):
         yield Problem(f"{device.name} has no units for {precision}", f"--precision {usual(device)}")

@@ -467,9 +467,7 @@ class Config(Section):
 
 
 def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
-    """The field of a dotted key such as ``recipe.lr`` or, in a list of tables, ``data.mix.0.source``; None: no such
-    key.
-    """
+    """The field of a dotted key such as ``recipe.lr`` or, in a list of tables, ``data.mix.0.source``, or None."""
     name, dot, rest = key.partition(".")
     field = schema.model_fields.get(name)
     if field is None or not dot:

@@ -114,9 +114,7 @@ def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, st
 
 
 def _known_elsewhere(key: str, value: Any) -> str:
-    """The counterpart of a name: a later version's, another tool's, a layout's, or another table's; empty if there is
-    none.
-    """
+    """The counterpart of a name in a later version, another tool, a layout or another table; empty if none."""
     if key in LATER:
         return f"not yet: {LATER[key]}"
     name = key.rpartition(".")[2]

@@ -64,9 +64,7 @@ def _is_bytes(path: Path) -> bool:
 
 
 def kept(config: Config, said: dict[str, str], run: Path) -> Config:
-    """The config with the implied settings stored in this run directory, except for keys in ``said`` (explicitly
-    written).
-    """
+    """The config with the implied settings of this run directory, except for explicitly written keys (``said``)."""
     try:
         before: Any = parse_toml(read_settings(run / "config.toml")).get("data", {})
         tokenizer, within = before.get("tokenizer"), before.get("within_documents")

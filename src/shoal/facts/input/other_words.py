@@ -218,9 +218,7 @@ def normalised(word: str) -> str:
 
 
 def meaning(word: str) -> Meaning | None:
-    """The counterpart of another tool's word. ``recipe.learning_rate`` is looked up whole first, then by its last
-    part.
-    """
+    """The counterpart of another tool's word; ``recipe.learning_rate`` is looked up whole, then by its last part."""
     whole = normalised(word)
     for each in dict.fromkeys((whole, whole.rpartition(".")[2])):
         if each in KEYS:

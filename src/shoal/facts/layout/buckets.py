@@ -63,9 +63,7 @@ def flat_kind(label: str, name: str, copies: int, block: int | None = None) -> H
 def chunk_ranges(
     bucket: Iterable[tuple[str, int]], ranks: int, index: int, block: int = 1
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, start, stop) for what lies in chunk ``index`` of a flat bucket, which is given as (name,
-    elements).
-    """
+    """Yield (name, start, stop) for what lies in chunk ``index`` of a flat bucket, given as (name, elements)."""
     listed = list(bucket)
     chunk = even_share(sum(size for _, size in listed), ranks, block)
     start = -index * chunk  # of a parameter, relative to the start of the chunk
@@ -82,9 +80,7 @@ def even_share(elements: int, ranks: int, block: int = 1) -> int:
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
-    """The dimension that ``zero=3`` shards: rows; for a stack with fewer experts than ranks, the rows of each
-    expert.
-    """
+    """The dimension that ``zero=3`` shards: rows; for a stack with fewer experts than ranks, each expert's rows."""
     few = len(shape) == 3 and shape[0] % ranks != 0
     return int(few and shape[1] % ranks == 0)
 
@@ -94,9 +90,7 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules, by path, whose parameters are all-gathered together and whose gradients are reduce-scattered
-    together.
-    """
+    """Modules, by path, whose parameters are all-gathered and whose gradients are reduce-scattered together."""
 
     modules: tuple[str, ...]
     whole: bool = False  # stays gathered from its first use in the forward pass to its last, backward

@@ -26,9 +26,7 @@ PARTS = 2
 
 
 def parts_over(nodes: int, ranks: int) -> int:
-    """Number of parts for ``nodes`` nodes of ``ranks`` ranks. With one rank per node there is no forwarding to
-    overlap.
-    """
+    """Parts for ``nodes`` nodes of ``ranks`` ranks. With one rank per node there is no forwarding to overlap."""
     return PARTS if nodes > 1 and ranks > 1 else 1
 
 
@@ -38,9 +36,7 @@ def part_sizes(tokens: int, parts: int) -> list[int]:
 
 
 class ExpertNodes(NamedTuple):
-    """``across``: the ranks at the same position in every node; ``inside``: the ranks of one node. Either may have
-    size 1.
-    """
+    """``across``: ranks at the same position in every node; ``inside``: ranks of one node. Either may be one rank."""
 
     across: RankGroup
     inside: RankGroup

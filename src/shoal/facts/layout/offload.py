@@ -84,9 +84,7 @@ def states_may_be_late(recipe: Recipe, layout: Layout) -> bool:
 
 
 def late_elements(window: float, rate: float, elements: float) -> float:
-    """How many of ``elements`` have their states written late: as many as ``rate`` per second allows within
-    ``window``.
-    """
+    """How many of ``elements`` have their states written late: what ``rate`` per second allows in ``window``."""
     return min(elements, LATE_SHARE * window * rate)
 
 

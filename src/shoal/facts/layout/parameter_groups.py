@@ -132,9 +132,7 @@ _COMMUNICATORS: dict[tuple[int, ...], dict[str, RankGroup]] = {}
 
 
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
-    """Every group that one rank of a layout may communicate in, by name. Depends on the degrees alone, so a search
-    hits the cache often.
-    """
+    """Every group that a rank may communicate in, by name. Cached, since it depends on the degrees alone."""
     key = (*(getattr(layout, axis) for axis in AXES), layout.ep, kv_heads)
     known = _COMMUNICATORS.get(key)
     if known is None:

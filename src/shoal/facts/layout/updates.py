@@ -111,9 +111,7 @@ def _parts(
 
 
 def stage_parameters(model: Model, stage: Stage, pp: int) -> Iterator[tuple[str, Parameter]]:
-    """The parameters of a stage in forward order, with their labels. In a pipeline with two ends a tied head is a
-    copy.
-    """
+    """A stage's parameters in forward order, with labels. A tied head is a copy where a pipeline has two ends."""
     for one in _listed(model):
         at_start = one.kind in ("embedding", "position")
         if one.layer in stage.layers if one.layer is not None else stage.first if at_start else stage.last:

@@ -22,9 +22,7 @@ from shoal.facts.model.parameters import Parameter
 
 
 class Matrix(NamedTuple):
-    """One parameter, or one expert's matrix in a stack of experts. Vectors are included where the caller selects
-    them.
-    """
+    """One parameter, or one expert's matrix in a stack. Vectors are included if the caller selects them."""
 
     label: str  # the parameter's name among those of its rank
     name: str  # canonical

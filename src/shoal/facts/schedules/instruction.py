@@ -80,9 +80,7 @@ def tensor_made(instruction: Instruction) -> StageTensor | None:
 
 
 def tensor_needed(instruction: Instruction, stages: int) -> StageTensor | None:
-    """The tensor that a computation needs from another stage; None for the first stage's tokens and the last one's
-    loss.
-    """
+    """The tensor that a computation needs from another stage; None for the first stage's tokens and the loss."""
     kind = _OF_COMPUTATION.get(instruction.action)
     stage = instruction.stage + (-1 if kind == "activation" else 1)
     return StageTensor(kind, stage, instruction.micro) if kind and 0 <= stage < stages else None

@@ -37,9 +37,7 @@ def write(workload: Workload) -> Exported:
 
 
 def settled_here(workload: Workload) -> tuple[Workload, list[str], Workload]:
-    """The workload in a layout that Megatron's core runs, notes on the changes, and the workload as it will really
-    run.
-    """
+    """The workload in a layout that Megatron's core runs, notes on changes, and the workload as it will run."""
     runs_as, notes = settled(MEGATRON_CORE, workload)
     written = replace(workload, layout=runs_as.layout)
     return written, notes, replace(runs_as, lora=None)

@@ -205,9 +205,7 @@ def _ranks(said: dict[str, Any]) -> int | None:
 
 
 def _preset(script: Script) -> str | None:
-    """The preset, from the name of a recipe (``llm.llama3_8b``) or config (``Llama3Config8B``): each has its own
-    shape.
-    """
+    """The preset, from a recipe's name (``llm.llama3_8b``) or a config's (``Llama3Config8B``)."""
     words = [part for call in script.calls for part in call.path.split(".")]
     words += [part for path in script.attributes for part in path.split(".")]
     plain = {_letters(name): name for name in PRESETS}

@@ -236,9 +236,7 @@ def _by_token(model: Model, window: bool, work: BlockWorkload) -> bool:
 
 
 def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
-    """Bytes of the copy that restores token order: needed for several heads, or for heads received from other context
-    ranks.
-    """
+    """The copy that restores token order: for several heads, or for heads from other context ranks."""
     query, *_ = projected_widths(model, work.tp)
     by_head = work.stack.kernel == "fused" and not answers_by_token(work.cpu, work.compute)
     turned = (work.cpu or by_head) and not _by_token(model, window, work) and model.positions == "rotary"

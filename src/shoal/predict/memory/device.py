@@ -42,9 +42,7 @@ def beside_tensors(rank: RankInventory) -> int:
 
 
 def on_top(workload: Workload, allocated: int) -> Band:
-    """Memory beyond the allocated bytes. On a CPU there is none: its allocator returns freed memory and gloo holds
-    next to nothing.
-    """
+    """Memory beyond the allocated bytes. None on a CPU: its allocator returns memory, and gloo holds almost none."""
     if workload.cluster.device.name == "cpu":
         return Band(allocated, allocated, allocated)
     reserved = round(allocated * FRAGMENTED)
@@ -71,9 +69,7 @@ def nvme_share(cluster: Cluster) -> int:
 
 
 def communicators(workload: Workload) -> int:
-    """Number of communicators: one per axis with several ranks and one for ranks that share states; a pipeline has one
-    per direction.
-    """
+    """Communicators: one per axis with several ranks, one for sharded states; a pipeline has one per direction."""
     layout = workload.layout
     axes = [layout.dp, layout.shards, layout.tp, layout.cp, layout.pp, layout.pp, layout.ep]
     return sum(1 for ranks in axes if ranks > 1)

@@ -66,9 +66,7 @@ class RankStage(NamedTuple):
     ends: ParameterCount  # embedding, final norm and head, whichever are on this stage
 
     def last_blocks(self, count: int) -> ParameterCount:
-        """The parameters of the last ``count`` blocks, whose backward passes come first; runs here differ only in what
-        is frozen.
-        """
+        """The last ``count`` blocks, whose backward passes come first; runs here differ only in what is frozen."""
         if not any(run.frozen for run in self.runs):
             return ParameterCount(*(value * count // self.layers for value in self.blocks))
         found, left = ParameterCount(), count
@@ -114,9 +112,7 @@ class RankInventory:
 
     @cached_property
     def whole_experts(self) -> int:
-        """Under zero=3, a layer's routed experts on this rank if no other rank of the replica holds them: unsharded,
-        with a master copy.
-        """
+        """Under zero=3, a layer's routed experts that no other rank of the replica holds, so unsharded."""
         groups = self.workload.groups
         if not self.sharded or EXPERTS not in groups or groups[EXPERTS].sharded.size > 1:
             return 0
@@ -143,9 +139,7 @@ class RankInventory:
 
     @cached_property
     def casts_again(self) -> bool:
-        """Whether they cast again for the backward pass, because it recomputes or is compiled; otherwise autograd
-        saves the cast.
-        """
+        """Whether the backward pass casts again, being recomputed or compiled; otherwise autograd saves the cast."""
         return self.casts and (self.workload.layout.recompute != "none" or self.workload.compiled)
 
     @cached_property

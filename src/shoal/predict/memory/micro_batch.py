@@ -46,9 +46,7 @@ def parameters_are_sharded(workload: Workload) -> bool:
 
 
 def rank_bytes(workload: Workload) -> BytesPerParameter:
-    """Bytes per parameter. Shards are stored in the precision of the update, or of the compute if the update is
-    offloaded.
-    """
+    """Bytes per parameter. Shards are as wide as the update; if that is offloaded, as wide as the compute."""
     away = waiting(workload.layout.offload, "optimizer") is not None
     sharded = parameters_are_sharded(workload) and not away
     return bytes_per_parameter(workload.recipe, workload.stack, sharded, workload.one_pass)

@@ -18,9 +18,7 @@ from shoal.predict.rank_parameters import rank_parameters, trained
 
 
 class LeavingGradients(RankGradients):
-    """The gradients that come first leave; with a fraction, the network's first parameters, whose gradients come last,
-    stay.
-    """
+    """Early gradients leave; with a fraction, the network's first parameters, whose gradients come last, stay."""
 
     alone = False
 
@@ -47,9 +45,7 @@ class LeavingGradients(RankGradients):
         return max(0.0, super().held(moment, done, made) - self.width * self.away)
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """In transit: this block's gradients so far and all of the previous block's; before the first block's, the
-        head's.
-        """
+        """In transit: this block's gradients so far, and all of the previous block's, or at first the head's."""
         if self.adapters_only:
             return 0.0
         before = self._arrived(moment, done)

@@ -82,9 +82,7 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
 
 
 def waiting_activations(rank: RankInventory) -> OffDevice:
-    """Host and NVMe bytes of offloaded activations, with the most micro-batches in flight: the buffers are kept and
-    reused.
-    """
+    """Host and NVMe bytes of offloaded activations with the most micro-batches in flight; buffers are reused."""
     layout = rank.workload.layout
     passes = moments(layout.schedule, layout.pp, layout.chunks, rank.workload.accumulation, rank.number)
     size = max(
@@ -231,9 +229,7 @@ class BackwardPass:
             done += run.layers
 
     def _block(self, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
-        """One block: before its first weight gradient; at that gradient; at its largest activations; under zero=3, at
-        its end.
-        """
+        """One block: before its first weight gradient; at it; at its largest activations; under zero=3, at its end."""
         gradients, moment, hold = self.gradients, self.moment, self.rank.hold
         block, stream = self._kind(run), self.micro.stream
         name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
@@ -345,9 +341,7 @@ class BackwardPass:
         return back, ahead
 
     def _given(self, done: int) -> float:
-        """Correction for the gradient that a stage received: the first block counts it itself, and a message counts as
-        a buffer.
-        """
+        """Correction for a stage's received gradient: the first block counts it itself, and a message is a buffer."""
         if self.stage.last:
             return 0.0
         begun = done > 0

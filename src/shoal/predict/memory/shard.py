@@ -70,9 +70,7 @@ class ShardedGradients(RankGradients):
                 self.gathering_head = 2 * (rank.gathered(self._unit(last, 0)) + of_head)
 
     def passes(self) -> Iterator[RankGradients]:
-        """Replicas cast the reduced gradients in the last pass and accumulate them in the reduction precision before
-        that.
-        """
+        """Replicas accumulate in the reduction precision, and cast the reduced gradients in the last pass."""
         if (self.cast_sums or self.waits) and self.rank.workload.accumulation > 2:
             yield ShardedGradients(self.rank, partial=True)
         yield self
@@ -152,9 +150,7 @@ class ShardedGradients(RankGradients):
         return self._block(run).times(next_unit(self.one, done, self.unit).blocks)
 
     def _block(self, run: BlockRun) -> ParameterCount:
-        """What one block all-gathers and reduces. Unsharded experts need no gathering, and reduce separately if at
-        all.
-        """
+        """What one block all-gathers and reduces, without unsharded experts, which are resident."""
         there = self.rank.whole_experts if run.experts else 0
         count = run.block
         return count._replace(
@@ -217,9 +213,7 @@ class ShardedGradients(RankGradients):
         return held * sum(sums[:count])
 
     def _summed(self, moment: Moment, share: int) -> tuple[float, float]:
-        """A unit's reduced gradient as it arrives: the bytes that become its stored gradient, and those that are freed
-        again.
-        """
+        """A unit's reduced gradient as it arrives: the bytes that are stored, and those that are freed again."""
         hold = self.hold
         cast = hold.reduce != hold.gradient
         kept, travelled = hold.gradient * share * self.stay, hold.reduce * share

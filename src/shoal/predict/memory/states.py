@@ -80,9 +80,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
 
 
 def _rows_ahead(rank: RankInventory) -> float:
-    """One unit's shards of blocks, prefetched from NVMe before FSDP all-gathers them. Unsharded experts are copied
-    directly.
-    """
+    """One unit's shards of blocks, prefetched from NVMe ahead of FSDP. Unsharded experts are copied directly."""
     layout, found, lora = rank.workload.layout, 0.0, rank.workload.lora
     apart = rank.hold.weight
     if lora is not None:
@@ -99,9 +97,7 @@ def _weights(rank: RankInventory) -> float:
 
 
 def _frozen(rank: RankInventory, total: ParameterCount) -> float:
-    """Frozen weights: under LoRA the whole base model; otherwise what recipe groups freeze. ``total``: the rank's
-    count, or one block's.
-    """
+    """Frozen weights: LoRA's base model, or what recipe groups freeze. ``total``: of the rank, or of one block."""
     if rank.workload.lora is None and not rank.workload.recipe.freezes:
         return 0.0
     count = total.share if rank.sharded else total.whole

@@ -1,5 +1,4 @@
-"""Optimizer update memory beyond gradients and states: none where torch's kernels work in place, little with
-stochastic rounding."""
+"""Temporaries of the optimizer's update: none for torch's in-place kernels, few with stochastic rounding."""
 
 from __future__ import annotations
 

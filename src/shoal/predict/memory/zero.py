@@ -58,9 +58,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.hold.reduce * self.ends.embedding.trained if moment.before else 0.0
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """One bucket fills while one is in flight; while the first one fills, it may be the last one of the previous
-        pass.
-        """
+        """One bucket fills, one is in flight; while the first fills, that may be the previous pass's last."""
         if not done and made == 0:
             return (
                 self.tied_head(moment)

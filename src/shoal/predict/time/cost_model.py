@@ -84,9 +84,7 @@ class CostModel:
         return known
 
     def _composed(self, share: LayerShare) -> Seconds:
-        """Composed of parts that depend on few fields each, so that a share with one new field finds most parts
-        cached.
-        """
+        """Composed of parts that depend on few fields each, so that most parts of a new share are cached."""
         parts, given = self._parts, (self.model, self.stack, self.kernels, share)
         key = share.of_products
         products = parts.get(key)

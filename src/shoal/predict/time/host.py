@@ -46,9 +46,7 @@ class Hosts(NamedTuple):
 
 
 def of_layer(on: CostModel, recompute: str, compiled: bool, turns: int = 1) -> Hosts:
-    """Launch times of a layer. A compiled block launches recomputation with its backward pass. ``turns``: of ring
-    attention.
-    """
+    """Launch times. A compiled block launches recomputation with its backward pass. ``turns``: of ring attention."""
     eager = operators.operators(on.model, _widths(on))
     forward, backward = compiled_operators(on.model, _widths(on)) if compiled else eager
     if turns > 1:

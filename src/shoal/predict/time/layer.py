@@ -330,9 +330,7 @@ def merging(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> 
 
 
 def capped_attention(model: Model, kernels: Kernels, flops: float, windowed: bool) -> tuple[float, float]:
-    """Seconds of attention with capped scores, forward and backward: plain products, on blocks twice as long as a
-    window.
-    """
+    """Attention with capped scores, forward and backward: plain products, on blocks twice as long as a window."""
     computed = flops * (2 if windowed else 1)
     scores = computed / (4 * model.head_dim)
     return (

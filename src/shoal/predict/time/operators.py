@@ -215,9 +215,7 @@ def _norm(
 def rotary(
     elements: float, turning: float, widths: Widths, head_dim: int
 ) -> tuple[OperatorWork, OperatorWork]:
-    """The halves of a head are apart in memory, and narrow ones are read less efficiently: those are a part of their
-    own.
-    """
+    """Halves of heads are apart in memory; narrow ones are read less efficiently, so they are a part of their own."""
     size = "wide " if head_dim >= WIDE_HEAD else ""
     ways = []
     for part, turned, joined in (

@@ -131,9 +131,7 @@ def shown(group: str, workload: Workload, rank: int) -> str:
 
 
 def _all_ranks(workload: Workload, between_hosts: bool) -> str:
-    """The name of the group of all ranks, which is that of the axis if there is only one; hosts of GPUs have a group
-    of their own.
-    """
+    """The name of the group of all ranks: that of a single axis, if there is one; hosts of GPUs have their own."""
     axes = [axis for axis in AXES if getattr(workload.layout, axis) > 1]
     apart = between_hosts and workload.cluster.device.name != "cpu"
     return axes[0] if len(axes) == 1 and not apart else "world"

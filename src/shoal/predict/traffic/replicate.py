@@ -39,9 +39,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 def exact(
     workload: Workload, stages: Sequence[Sequence[RankTensor]], group: ParameterGroup | None = None
 ) -> list[CollectiveCall]:
-    """Exact collectives by bucket, for each stage of a rank. ``group``: the tensors' parameter group, by default the
-    dense one.
-    """
+    """Exact collectives by bucket, for each stage of a rank. ``group``: by default that of dense parameters."""
     if group is None and not applies(workload):
         return []
     filled = []
