@@ -36,9 +36,7 @@ class LeavingGradients(RankGradients):
         return float(over_tensor + over_copies)
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
-        """Also the first two blocks: next to the first the head's gradients are in transit, next to the second a whole
-        block's.
-        """
+        """Also the first two blocks: the head's gradients are in transit at the first, a whole block's at the next."""
         return sorted({*super().blocks_looked_at(run, done), min(1, run.layers - 1)})
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
