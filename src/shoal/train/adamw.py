@@ -46,7 +46,8 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.working, self.rounding = working or {}, rounding
-        # Weights that ``step`` writes copies of. Torch's does not, and handles everything on a CPU and in fp64.
+        # Weights updated by ``step``. With the kernel it writes their copies too; torch's does not, and is used on a
+        # CPU and for fp64.
         self._here = [
             weight for group in self.param_groups for weight in group["params"] if weight not in away
         ]

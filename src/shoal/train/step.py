@@ -115,7 +115,9 @@ class Step:
         self.pieces = placed.gradients.pieces
         self.measures = placed.measures
         adapters = placed.segments[0].network.shape.adapters
-        self.draws = recipe.dropout > 0 or (adapters is not None and adapters.dropout > 0)  # masks, in a step
+        self.draws = recipe.dropout > 0 or (
+            adapters is not None and adapters.dropout > 0
+        )  # draws dropout masks
         self.routed = REPORTED + len(self.measures)  # index in a step's numbers where router numbers begin
         self.host: HostUpdate | None = None  # updates offloaded pieces
         if placed.offloaded is not None:

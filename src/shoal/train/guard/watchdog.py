@@ -28,7 +28,7 @@ BEFORE_TIMEOUT = 0.9
 MUCH_LONGER = 10
 # And a rank may keep others waiting this many times as long as the longest wait that ended well: some work is uneven.
 LONGER = 2
-# Fraction of extra time for ranks on other nodes to be heard.
+# Seconds that messages to and from ranks on other nodes take longer.
 TO_ASK_OTHERS = 0.5
 # Fraction of the limit spent listening for heartbeats: the culprit should be named before its peers abort.
 OF_THE_LIMIT = 0.5
