@@ -52,7 +52,7 @@ class AdamW(torch.optim.AdamW):
             weight for group in self.param_groups for weight in group["params"] if weight not in away
         ]
         if rounding is not None:
-            # Torch's own treats these as unset unless they are given.
+            # Torch's own update handles these where they are unset.
             self.found_inf, self.grad_scale = torch.zeros(()), None
         self.writes_copies = all(map(_in_kernel, self._here))
 

@@ -44,8 +44,8 @@ class LateStates:
         if self.share is not None:
             room = self.share * total
         elif self._rate is not None and (window := self._windows.get(micro_batches)) is not None:
-            # The share of the first micro-batch's backward pass, which takes at least two thirds of a micro-batch's
-            # time.
+            # The part of the window in the first micro-batch's backward pass, which takes at least two thirds of a
+            # micro-batch's time.
             room = late_elements(window * 2 / (3 * micro_batches - 1), self._rate, total)
         chosen = []
         for piece, size in self._sizes.items():
