@@ -182,7 +182,7 @@ def apply(
     held, still = (
         [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
     )
-    # Gradients: one reducer per parameter group, for ranks that shard, replicate or neither.
+    # Gradients: one reducer per parameter group: sharded, replicated or neither.
     bucket_bytes = round(tune.bucket_mb * 2**20)
     roots = {segment.stage.index: ShardedRoot(segment, segment.network) for segment in segments}
 

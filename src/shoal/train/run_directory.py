@@ -392,7 +392,7 @@ class RunDirectory:
     def note_fault(self, **row: Any) -> None:
         """Add a row to faults.jsonl, which keeps every fault, including those a resume has undone.
 
-        If the disk is full, the row is written with the next one: a run that could go on must not end for that.
+        If the disk is full, the row is written with the next one: a full disk must not end a run that could continue.
         """
         self._untold.append(json.dumps({"time": time.time(), **redact_values(row)}).encode() + b"\n")
         with contextlib.suppress(OSError):

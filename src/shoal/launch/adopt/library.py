@@ -27,7 +27,7 @@ def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks
         here = _device(device, local)
         rank, world = dist.get_rank(), dist.get_world_size()
         nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
-        # Created by the script, which goes on using it.
+        # Created by the script, which keeps using it.
         signed = _signed(rank, world, dist.PrefixStore(f"run-{number}", _its_store()), timeout)
         return JoinedRanks(rank, world, here, signed, nodes, lambda: None)
     found = told()

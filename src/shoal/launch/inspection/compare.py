@@ -202,7 +202,7 @@ def _clocks(heard: Inspected) -> Iterator[ClusterCheck]:
         return
     middle = statistics.median(offset for offset, _ in heard.offsets.values())
     away = {node: offset - middle for node, (offset, _) in heard.offsets.items()}
-    # Subtract the uncertainty from the message's travel time.
+    # Subtract the uncertainty that the message's travel time causes.
     sure = {node: abs(away[node]) - heard.offsets[node][1] for node in away}
     odd = [node for node, seconds in sure.items() if seconds > LARGEST_SKEW]
     if odd:

@@ -91,7 +91,7 @@ class StagedFiles:
     def _copy(
         self, source: Tensor, into: Tensor, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None
     ) -> None:
-        """Copy as many bytes as both have. Synchronous, so that whoever waits for a transfer need not know of
+        """Copy as many bytes as both have. Synchronous, so that waiting for a transfer needs no knowledge of
         streams.
         """
         count = min(source.numel(), into.numel())

@@ -64,7 +64,7 @@ class AwayState:
             # Memory that only the host uses needs no pinning. Values come later.
             piece.tensor = nn.Parameter(torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu"))
         self.room: HostBuffer | None = None
-        self.gradient: Tensor | None = None  # where it waits for the update
+        self.gradient: Tensor | None = None  # where the gradient waits for the update
         self.times = 0  # micro-batches whose gradients have left, in this step
         self.early = False  # whether they leave during the backward pass
         self.landing: Future[None] | None = None
@@ -72,7 +72,7 @@ class AwayState:
         self.filed: FiledPiece | None = None  # set if the gradient waits in a file
         self.squares: dict[int, float] = {}  # of a gradient accumulated in a file, per part
         self.read: threading.Event | None = (
-            None  # the gradient, for the last time, by an update whose states are late
+            None  # set when an update with late states has read the gradient for the last time
         )
 
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:

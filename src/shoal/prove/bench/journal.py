@@ -18,7 +18,7 @@ Given = TypeVar("Given")
 
 
 class Journal:
-    """One rank's end of the pipe to the benchmark. An order is a number of steps; zero ends the peer."""
+    """One rank's end of the pipe to the benchmark. An order is a number of steps; an empty one ends the peer."""
 
     def __init__(self, pipe: Connection, device: torch.device) -> None:
         self._pipe = pipe
