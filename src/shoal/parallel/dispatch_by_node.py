@@ -48,7 +48,9 @@ class NodeDispatch:
         self.across, self.split, self.node, self.inside = across, split, node, inside
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-        """The tokens unchanged, and their order: by part, then by node, with that node's experts first."""
+        """The tokens unchanged, and their order by part and node: a token counts once per node, at its first expert
+        there.
+        """
         nodes, count = self.split.nodes, chosen.shape[1]
         whose = chosen // self.split.experts_each
         earlier = torch.ones(count, count, dtype=torch.bool, device=chosen.device).tril(-1)

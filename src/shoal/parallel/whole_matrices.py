@@ -97,7 +97,7 @@ class WholeMatrices:
         return sums
 
     def counts(self, piece: Shard) -> bool:
-        """Of the tensor ranks that hold the same part, one counts."""
+        """Whether this rank's copy counts: of the tensor ranks that hold the same part, one does."""
         return piece.held.part.copy == 0
 
     def change(

@@ -163,7 +163,10 @@ def _is_autograds_sum(tensor: Any) -> bool:
         return False
     # Exclude additions by Python code in a backward pass: autograd's own come directly from where the pass was started.
     caller = sys._getframe(2)
-    while caller.f_back is not None and caller.f_code.co_name in ("_fn", "inner"):  # around every mode
+    while caller.f_back is not None and caller.f_code.co_name in (
+        "_fn",
+        "inner",
+    ):  # wrappers around every mode
         caller = caller.f_back
     return caller.f_code.co_name == "_engine_run_backward"
 

@@ -160,7 +160,7 @@ def _compared(then: dict[str, Any], now: dict[str, Any], limit: float) -> Replay
 
 
 def _close(one: float | None, other: float | None, limit: float) -> bool:
-    """Non-finite values were recorded as null."""
+    """Whether two values agree; non-finite ones were recorded as null."""
     if one is None or other is None:
         return one is other
     return abs(one - other) <= limit * max(abs(one), abs(other))

@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def write_report(run: Path) -> bool:
-    """Write the report to attach. It is in a package above this one, so a command writes it."""
+    """Write the report to attach; returns whether it worked. Its package is above this one, so a command writes it."""
     command = [sys.executable, "-P", "-m", "shoal", "report", str(run)]
     try:
         return subprocess.run(command, timeout=REPORT_SECONDS, stdin=subprocess.DEVNULL).returncode == 0

@@ -77,7 +77,7 @@ class StepBench:
 
     @property
     def ok(self) -> bool:
-        """A peer's failure is a result; a failure of Shoal is not."""
+        """Whether Shoal ran: a peer's failure is a result, a failure of Shoal is not."""
         failed = [result.name for result in self.results if result.failure is not None]
         return bool(self.measured) and SHOAL not in failed
 

@@ -30,7 +30,7 @@ class Copy:
 
     @property
     def sound(self) -> bool:
-        """Reads every byte: only an intact checkpoint counts as a fallback."""
+        """Whether it is intact. Reads every byte: only an intact checkpoint counts as a fallback."""
         try:
             return not Checkpoint(self.place, self.step, threads=1).damages()
         except (Damaged, OSError):

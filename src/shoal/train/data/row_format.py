@@ -160,7 +160,7 @@ def _other_format(row: dict[str, Any]) -> str:
 
 
 def _encodable(text: str) -> bool:
-    """JSON can encode half a surrogate pair (``"\\ud800"``), which UTF-8 cannot."""
+    """Whether UTF-8 can hold the text: JSON can encode half a surrogate pair, which UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -99,8 +99,8 @@ def _since_progress(failures: Sequence[FailedAttempt], commits: Sequence[int]) -
 
 
 def _same_culprit(failures: Sequence[FailedAttempt], most: int) -> str:
-    """Whether one rank's memory or device was found faulty more often than restarts are allowed, whatever happened
-    in between.
+    """Why not to restart: one rank's memory or device was found faulty more often than restarts are allowed,
+    whatever happened in between. Empty otherwise.
     """
     last = failures[-1]
     times = sum(one.kind == CORRUPTION and one.rank == last.rank for one in failures)

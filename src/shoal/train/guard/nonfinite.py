@@ -72,7 +72,7 @@ class NonFiniteGuard:
 
 
 def _finite(result: StepResult) -> bool:
-    """An update may also have been refused for another reason."""
+    """Whether a step was finite; its update may have been refused for another reason."""
     return math.isfinite(result.grad_norm)
 
 
