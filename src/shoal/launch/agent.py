@@ -1,4 +1,4 @@
-"""torchrun's elastic agent, extended to record in which order workers exit."""
+"""torchrun's elastic agent, extended to record the order in which workers exit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from shoal.launch.failure import Death
 from shoal.train.guard.processes import is_gone, is_stopped
 
-# After a first death its peers end too, at the latest after this: torch's agent may be busy with something else.
+# After a first death its peers are ended within this time: torch's agent may be busy with something else.
 GRACE_SECONDS = 0.25
-# Between two looks whether a signal or a debugger has stopped one.
+# Seconds between two checks for workers stopped by a signal or a debugger.
 STOPPED_SECONDS = 0.25
 
 
@@ -32,22 +32,20 @@ class Crew:
     """The processes of one attempt on this machine, by rank."""
 
     processes: dict[int, BaseProcess] = field(default_factory=dict)
-    ended: dict[int, float] = field(default_factory=dict)  # who has, and when that was noticed
+    ended: dict[int, float] = field(default_factory=dict)  # when each end was noticed
     first_death: float | None = None
     ended_by_us: set[int] = field(default_factory=set)  # by this launcher, or torch's agent in it
     found_stopped: set[int] = field(default_factory=set)  # by a signal or a debugger, when we ended them
-    stopped: set[int] = field(
-        default_factory=set
-    )  # at the last look: who asks for their stacks lets them run
+    stopped: set[int] = field(default_factory=set)  # at the last look: a stack dump makes them continue
     looked: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def running(self) -> dict[int, int]:
-        """Of the processes whose end was not noticed yet: what becomes readable with it, and the rank."""
+        """Processes whose end was not noticed yet: the handle that becomes readable at the end, and the rank."""
         return {one.sentinel: rank for rank, one in self.processes.items() if rank not in self.ended}
 
     def note_ends(self, seconds: float = 0.0) -> None:
-        """Note who ends within that time; both threads look, the one that watches and the one that judges."""
+        """Note which processes end within this time; called by the watching thread and by the judging one."""
         running = self.running()
         found = [running[one] for one in wait(list(running), seconds) if isinstance(one, int)]
         now = time.time()
@@ -55,14 +53,12 @@ class Crew:
             self.ended = {**self.ended, **dict.fromkeys([one for one in found if one not in self.ended], now)}
 
     def deaths(self) -> list[Death]:
-        """Of those that have ended, the first one first; of several at once, who was ended by us is not the first.
+        """Deaths so far, first one first; of simultaneous ones, those that we ended come last.
 
-        To be asked by the agent when it is done with them: only one reader learns an exit code.
+        The agent calls this when it is done with the processes: only one reader gets an exit code.
         """
         self.note_ends()
-        moments = [
-            *dict.fromkeys(self.ended.values())
-        ]  # in the order in which they came, whatever the clock did
+        moments = [*dict.fromkeys(self.ended.values())]  # in order of arrival, whatever the clock did
         found = [
             Death(
                 rank=rank,
@@ -71,13 +67,18 @@ class Crew:
                 by_us=rank in self.ended_by_us,
                 stopped=rank in self.found_stopped,
             )
-            for rank in [*self.ended, *sorted(self.found_stopped - self.ended.keys())]  # these only just now
+            for rank in [
+                *self.ended,
+                *sorted(self.found_stopped - self.ended.keys()),
+            ]  # the latter were only found now
         ]
         moments += [one.time for one in found]
         return sorted(found, key=lambda one: (moments.index(one.time), one.by_us, (one.code or 0) >= 0))
 
     def end(self, rank: int) -> None:
-        """End a rank at once, be it stopped or stuck. That is noted before: its death must not pass for the cause."""
+        """End a rank at once, even if it is stopped or stuck. Noted first, so that its death does not pass for the
+        cause.
+        """
         pid = self.processes[rank].pid
         if rank in self.ended or pid is None or is_gone(pid):
             return
@@ -89,13 +90,15 @@ class Crew:
 
 
 class Agent(LocalElasticAgent):
-    """Starts workers from a warm server. torch's own names the lowest rank that died; here it is the first that did."""
+    """Starts workers from a warm server. torch's agent reports the lowest rank that died; this one the first that
+    did.
+    """
 
     def __init__(self, spec: WorkerSpec, ended_well: Callable[[int], bool]) -> None:
-        """``ended_well``: whether a rank, whose process is over, had nothing left to do."""
+        """``ended_well``: whether a rank whose process is over had nothing left to do."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
-        # Each node has the same number of ranks, so agents need not exchange them through a store that any process
-        # can write to, with a node that may have been lost meanwhile.
+        # Each node has the same number of ranks, so agents need not exchange them through a store that any process can
+        # write to, with a node that may have been lost meanwhile.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         self.ended_well = ended_well
         self.crew = Crew()
@@ -104,41 +107,43 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.crew = Crew()
         started: dict[int, int] = super()._start_workers(worker_group)
-        # multiprocessing.active_children() leaves out who has ended by now: a rank that failed at once, and why. torch
-        # holds them all, where no public name reaches; versions 2.11 to 2.13 alike.
+        # multiprocessing.active_children() drops processes that have ended: a rank that failed at once, and why. torch
+        # holds them all, but under no public name; the same in versions 2.11 to 2.13.
         children = {process.pid: process for process in self._pcontext._pc.processes}  # type: ignore[union-attr]
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         found = {ranks[local]: children[pid] for local, pid in started.items() if pid in children}
         crew = Crew(found)
         for rank, process in found.items():
-            # torch calls this as soon as one of its peers has died, and sends a SIGTERM that another process might
-            # have sent; and waits for half a minute for one that is stopped.
+            # torch calls this as soon as a peer has died. It would send a SIGTERM, indistinguishable from another
+            # process's, and wait half a minute for a stopped process.
             vars(process)["terminate"] = partial(crew.end, rank)
         self.crew = crew
         self._started.set()
         return started
 
     def _exit_barrier(self) -> None:
-        """Agents of several nodes would wait for each other; their launchers do, and know who is lost."""
+        """Do nothing: agents of several nodes would wait for each other; their launchers do, and know which node is
+        lost.
+        """
 
     def _shutdown(self, *given: Any, **named: Any) -> None:
-        """Also where what the agent asks between two looks at the workers has raised: they are ended by us.
+        """End the workers, also if something the agent calls between two looks has raised.
 
-        What torch gives to it differs between the versions that we support: 2.13 has a timeout, 2.11 none.
+        torch passes different arguments in the versions we support: 2.13 has a timeout, 2.11 none.
         """
         self.kill()
         super()._shutdown(*given, **named)
 
     def forget_restarts(self) -> None:
-        """Workers that start next do so because the last ones ended well: no restart. torch has no public count."""
+        """Do not count the next start as a restart: the last workers ended well. torch has no public counter."""
         self._remaining_restarts = self._worker_group.spec.max_restarts
 
     def processes(self) -> Mapping[int, int]:
-        """The process ids of the present attempt's workers by rank; none while they are being started."""
+        """Process ids of the current attempt's workers by rank; none while they are being started."""
         return {rank: process.pid for rank, process in self.crew.processes.items() if process.pid is not None}
 
     def watch(self, seconds: float) -> None:
-        """Note who ends within that time; end the others some moments after the first did not end well."""
+        """Note which processes end within this time; end the others shortly after the first one fails."""
         crew = self.crew
         if crew.running():
             crew.note_ends(seconds)
@@ -154,7 +159,7 @@ class Agent(LocalElasticAgent):
             self.kill(crew)
 
     def kill(self, crew: Crew | None = None) -> None:
-        """End all workers at once, be they stopped or stuck."""
+        """End all workers at once, even if they are stopped or stuck."""
         crew = crew or self.crew
         for rank in crew.processes:
             crew.end(rank)

@@ -1,4 +1,4 @@
-"""What a launcher passes to every worker, including the function to call, by name."""
+"""What a launcher passes to every worker, including the name of the function to call."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shoal.train.run_directory import ALONE
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one worker is to do, all of them alike."""
+    """The work of one worker; the same for all."""
 
-    entrypoint: str  # "module:function", called with this
+    entrypoint: str  # "module:function", called with this assignment
     job: Job
     run: Path
     dataset: Path
-    secret: bytes = field(repr=False)  # signs what is in the launcher's store
-    attempt: str  # a name that no other attempt at the run ever had
-    round: int = 1  # which attempt of its launcher's this is
-    set_aside: tuple[int, ...] = ()  # steps in memory that it must not continue from
-    node: str = ALONE  # what this machine is called among those that take part
-    nodes: int = 1  # that take part, with as many ranks each
-    bound: bool = False  # each sees a device of its own alone
+    secret: bytes = field(repr=False)  # signs values in the launcher's store
+    attempt: str  # a name unique among all attempts at the run
+    round: int = 1  # the number of this attempt in its launcher
+    set_aside: tuple[int, ...] = ()  # steps in memory that must not be resumed from
+    node: str = ALONE  # this machine's name among the nodes
+    nodes: int = 1  # number of nodes, with equally many ranks each
+    bound: bool = False  # each rank sees only its own device
 
 
 def begin(assignment: Assignment) -> Any:
-    """The first line of a worker."""
+    """A worker's first line."""
     module, _, function = assignment.entrypoint.partition(":")
     return getattr(importlib.import_module(module), function)(assignment)

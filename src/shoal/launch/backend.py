@@ -1,4 +1,4 @@
-"""What carries tensors between ranks: NCCL, gloo, or in SageMaker's containers its own collectives (SMDDP)."""
+"""The collectives' backend: NCCL, gloo or, in SageMaker's containers, its own (SMDDP)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SMDDP = "smdistributed.dataparallel.torch.torch_smddp"
 def _smddp_is_here() -> bool:
     try:
         return find_spec(SMDDP) is not None
-    except (ImportError, ValueError):  # the packages that it lies in are looked for, and imported
+    except (ImportError, ValueError):  # its packages are searched for, and imported
         return False
 
 
 def register_smddp() -> None:
-    """Importing it makes ``smddp`` known to torch."""
+    """Import SMDDP, which registers ``smddp`` with torch."""
     importlib.import_module(SMDDP)
 
 
 def check_backend(job: Job) -> None:
-    """Refuse a backend that is not here, or that does not carry tensors of these devices."""
+    """Refuse a backend that is not installed, or that does not support these devices."""
     backend, on_cpu = job.config.cluster.backend, job.cluster.device.name == "cpu"
     if backend is None:
         return

@@ -1,7 +1,7 @@
-"""Where compiled code is kept between runs and restarts, and how many processes of a rank compile it.
+"""Where compiled code is kept between runs and restarts, and how many processes of a rank compile.
 
-It is code that a later run loads and executes, so it lies in a folder that no one else can write to. Torch would take a
-folder of /tmp with a name that anyone can guess, and create first.
+A later run loads and executes this code, so it is kept in a directory that no other user can write to. Torch's default
+is a directory in /tmp with a predictable name, which anyone could create first.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from shoal.facts.cluster.this_machine import usable_threads
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-# A block has some dozens of kernels; more processes than this wait for its largest one.
+# A block has some dozens of kernels; more processes than this wait for the largest one.
 MOST_PROCESSES = 8
 
 
 def use_compile_cache(ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """For this process, one of so many on this machine. What the user has set holds."""
+    """Configure this process, one of ``ranks`` on this machine. The user's own settings take precedence."""
     if not _chosen(environment.get(FOLDER)):
         environment[FOLDER] = str(private_folder(cache_folder(environment) / "compiled"))
     _move_headers(Path(environment[FOLDER]) / "precompiled_headers")
     if not environment.get(THREADS):
-        # Torch has read the variable when it was imported, in the server that ranks are forked from.
+        # Torch read the variable when it was imported, in the server that ranks are forked from.
         import torch._inductor.config
 
         torch._inductor.config.compile_threads = max(1, min(MOST_PROCESSES, usable_threads() // ranks))
 
 
 def _chosen(folder: str | None) -> bool:
-    """Whether the user has named it. Torch, too, sets the variable, as it is imported: to its folder of /tmp."""
+    """Whether the user chose the directory. On import torch sets the variable too, to its directory in /tmp."""
     if not folder:
         return False
     path = Path(folder)
@@ -42,9 +42,10 @@ def _chosen(folder: str | None) -> bool:
 
 
 def _move_headers(folder: Path) -> None:
-    """C++ headers, compiled once for all kernels, which torch keeps in its folder of /tmp whatever it is told.
+    """Move C++ headers, which are compiled once for all kernels, out of the /tmp directory that torch always uses for
+    them.
 
-    Where they lie is private to torch (2.13); if they cannot be moved they are not kept.
+    Their location is private to torch (2.13); if they cannot be moved they are not kept.
     """
     from torch._inductor import codecache, config
 
@@ -56,7 +57,9 @@ def _move_headers(folder: Path) -> None:
 
 
 def private_folder(wanted: Path) -> Path:
-    """That folder if it is ours alone, made now or found; else a new one, which later runs will not find."""
+    """The wanted directory if it is ours alone, created now or found; otherwise a new one, which later runs will not
+    find.
+    """
     try:
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = wanted.lstat()

@@ -1,4 +1,4 @@
-"""Checks behind ``shoal doctor``; each looks at one thing and says how to fix it."""
+"""Checks behind ``shoal doctor``; each examines one thing and says how to fix it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from shoal.train.files import sync_directory
 
 Status = Literal["ok", "warning", "failed"]
 
-PATIENCE = 90.0  # seconds for torch to import and two processes to meet; a cold disk takes tens
+PATIENCE = 90.0  # seconds for torch to import and two processes to connect; a cold disk takes tens
 OLDEST_PYTHON = (3, 11)
 LEAST_DISK, COMFORTABLE_DISK = 1 * GIB, 20 * GIB
 LEAST_SHARED_MEMORY = 1 * GIB
-LARGEST_SKEW = 2.0  # seconds between this clock and that of the file system
+LARGEST_SKEW = 2.0  # seconds between this clock and the file system's
 
 _COMPARE = {
     ">=": operator.ge,
@@ -47,7 +47,7 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it stands, and what to do where it does not stand well."""
+    """What was examined, the result, and the fix if there is a problem."""
 
     name: str
     status: Status
@@ -61,9 +61,9 @@ def examine(
     here: Cluster | None = None,
     torch: dict[str, Any] | None = None,
 ) -> list[Check]:
-    """Every check, in the order in which a run would trip over them. ``visible``: CUDA_VISIBLE_DEVICES.
+    """All checks, in the order in which a run would hit the problems. ``visible``: CUDA_VISIBLE_DEVICES.
 
-    ``here`` and ``torch``: this machine, and what torch says of itself, where they are known already.
+    ``here`` and ``torch``: this machine, and torch's own answers, if already known.
     """
     here = here or look(visible)
     torch = torch or ask_torch()
@@ -86,12 +86,12 @@ def python() -> Check:
     return Check("python", "ok", version)
 
 
-# Extras that this version has a use for; the others come with what needs them.
+# Extras that this version uses; the others are installed with what needs them.
 USED_EXTRAS = frozenset({"hf"})
 
 
 def dependencies() -> Iterator[Check]:
-    """What Shoal declares to need, against what is installed. A missing extra is a choice, not a fault."""
+    """Compare Shoal's declared dependencies with what is installed. A missing extra is a choice, not a fault."""
     try:
         declared = importlib.metadata.requires("shoal") or []
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def _installed(name: str) -> str | None:
 
 
 def parse_requirement(text: str) -> tuple[str, str, str]:
-    """``tokenizers>=0.20; extra == "hf"`` as name, bounds and extra (empty where there is none)."""
+    """Split ``tokenizers>=0.20; extra == "hf"`` into name, bounds and extra (empty if there is none)."""
     requirement, _, marker = text.partition(";")
     named = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*(.*)", requirement)
     extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
@@ -132,7 +132,7 @@ def parse_requirement(text: str) -> tuple[str, str, str]:
 
 
 def within(version: str, bounds: str) -> bool:
-    """Whether a release keeps bounds such as ``>=2.11,<2.14``."""
+    """Whether a version satisfies bounds such as ``>=2.11,<2.14``."""
     for bound in filter(None, (part.strip() for part in bounds.split(","))):
         parts = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*(.+)", bound)
         if parts and not _COMPARE[parts[1]](_release(version), _release(parts[2])):
@@ -141,14 +141,14 @@ def within(version: str, bounds: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` as (2, 13, 0, 0, 0, 0): of one length, so that 2.11 equals 2.11.0."""
+    """``2.13.0+cpu`` as (2, 13, 0, 0, 0, 0): padded, so that 2.11 equals 2.11.0."""
     leading = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in leading[0].split(".")] if leading else []
     return tuple([*numbers, 0, 0, 0, 0, 0, 0][:6])
 
 
 def ask_torch() -> dict[str, Any]:
-    """What torch says about itself, from another process: it may crash or hang without taking us along."""
+    """What torch says about itself, from another process: it may crash or hang without affecting this one."""
     command = [sys.executable, "-c", "from shoal.launch.doctor import answer_for_torch; answer_for_torch()"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -158,7 +158,7 @@ def ask_torch() -> dict[str, Any]:
         ended = f"it ended with status {process.returncode}"
         trouble = (errors.strip().splitlines() or [ended])[-1] if process.returncode else ""
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its second rank too, which holds the same pipes
+        os.killpg(process.pid, signal.SIGKILL)  # also its second rank, which holds the same pipes
         output, _ = process.communicate()
         trouble = f"no answer within {PATIENCE:.0f} s"
     answers: dict[str, Any] = {"trouble": trouble}
@@ -169,7 +169,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def answer_for_torch() -> None:
-    """Runs in the other process: one JSON line for each thing learned, so that a hang loses only the rest."""
+    """Runs in the other process: prints one JSON line per answer, so that a hang loses only the rest."""
     import torch
     import torch.distributed
 
@@ -181,16 +181,16 @@ def answer_for_torch() -> None:
         with tempfile.TemporaryDirectory() as meeting:
             seconds = _all_reduce(f"file://{meeting}/store")
         print(json.dumps({"all_reduce_seconds": seconds}), flush=True)
-    # After the fork in _all_reduce: asking for devices may wake a driver that does not survive one.
+    # After the fork in _all_reduce: asking for devices may start a driver that does not survive a fork.
     print(json.dumps({"devices": torch.cuda.device_count()}), flush=True)
 
 
 def _all_reduce(meeting: str) -> float:
-    """Two processes on loopback sum 4 MiB with gloo; seconds for one such sum."""
+    """Two processes on loopback sum 4 MiB with gloo; returns seconds per sum."""
     import torch
     import torch.distributed as distributed
 
-    # Left to itself gloo listens where the host's name points to.
+    # By default gloo listens on the address that the host's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = next(
         (name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo"
     )
@@ -208,7 +208,7 @@ def _all_reduce(meeting: str) -> float:
         distributed.destroy_process_group()
     finally:
         if not child:
-            os._exit(0)  # the second rank must not go on with the first one's work
+            os._exit(0)  # the second rank must not continue with the first one's work
     os.waitpid(child, 0)
     if tensor[0] != 2.0**6:
         raise RuntimeError(f"six sums of two ones gave {tensor[0]:.0f}, not 64")
@@ -216,7 +216,7 @@ def _all_reduce(meeting: str) -> float:
 
 
 def torch_works(answers: dict[str, Any]) -> Iterator[Check]:
-    """Whether torch imports, can distribute, and reaches another process on this machine."""
+    """Whether torch imports, supports distributed, and reaches another process on this machine."""
     trouble = answers["trouble"]
     if "version" not in answers:
         fix = "reinstall it within the bounds shoal declares: pip install --force-reinstall torch"
@@ -261,7 +261,7 @@ def port() -> Check:
 
 
 def host_name() -> Check:
-    """Whether this host's own name leads somewhere. A slow name server counts as no answer."""
+    """Whether this host's own name resolves. A slow name server counts as no answer."""
     name = socket.gethostname()
     found: list[str] = []
 
@@ -280,7 +280,7 @@ def host_name() -> Check:
 
 
 def storage(run_directory: Path) -> Iterator[Check]:
-    """Space, writing, syncing and the clock where the run will live. Leaves nothing behind."""
+    """Space, writing, syncing and the clock where the run will be stored. Leaves nothing behind."""
     home = run_directory.absolute()
     other = "choose another place: --run DIR, or run.dir in the config"
     try:
@@ -304,7 +304,7 @@ def storage(run_directory: Path) -> Iterator[Check]:
 
 
 def _commit(scratch: Path) -> tuple[float, float]:
-    """Write as a checkpoint is written; seconds it took, and how far the file's time is from ours."""
+    """Write as a checkpoint is written; returns the seconds it took, and the file time's offset from our clock."""
     started = time.perf_counter()
     with (scratch / "piece").open("wb") as file:
         file.write(bytes(2**20))
@@ -317,9 +317,9 @@ def _commit(scratch: Path) -> tuple[float, float]:
 
 
 def limits(accelerated: bool) -> Iterator[Check]:
-    """What the system lets one process have. Accelerators need more of it."""
+    """The system's limits per process. Accelerators need higher ones."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= files < (4096 if accelerated else 1024)  # unlimited is negative
+    few = 0 <= files < (4096 if accelerated else 1024)  # negative means unlimited
     detail = f"at most {files}" if files >= 0 else "unlimited"
     yield Check("open files", "warning" if few else "ok", detail, "ulimit -n 65536" if few else "")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,8 +1,8 @@
 """The environment variables that a rank's process gets: an allow-list.
 
 The user who starts a run may have many credentials in the environment. A rank runs other people's code (a model's, a
-library's, a compiler's) and needs almost none of them, so there is a list of what passes. All else stays with the
-launcher; the log of each rank names what was left out, so that a missing variable is easy to explain.
+library's, a compiler's) and needs almost none of them, so only listed variables pass. The launcher keeps the rest; each
+rank's log names what was left out, so that a missing variable is easy to explain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from shoal.facts.config import Config
 from shoal.facts.redact import is_secret_name
 
-# Names of what was left out, for the processes started with the rest.
+# Names of variables that were left out, for the processes started with the rest.
 LEFT_OUT = "SHOAL_LEFT_OUT"
 
 PASSED_ON = (
@@ -28,16 +28,16 @@ PASSED_ON = (
     # Devices and networks.
     *("CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "HIP_*", "ROCR_*", "HSA_*", "NCCL_*", "RCCL_*", "GLOO_*"),
     *("UCX_*", "FI_*", "OFI_*", "SHARP_*", "MLX5_*", "NVSHMEM_*", "SMDATAPARALLEL_*"),
-    # What schedulers say of a job: NCCL's plugins and a rank's own code may ask.
+    # What schedulers say about a job: NCCL's plugins and a rank's own code may read it.
     *("SLURM_*", "OMPI_*", "PMI_*", "PMIX_*", "MPI_LOCAL*"),
-    # torch, and what torchrun's agent tells a worker.
+    # torch, and what torchrun's agent passes to a worker.
     *("TORCH*", "PYTORCH_*", "TRITON_*", "KINETO_*", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    # Hugging Face's folders and switches, and our own.
+    # Hugging Face's directories and switches, and our own.
     *("HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "SAFETENSORS_*", "SHOAL_*"),
 )  # fmt: skip
 
-# The credentials and settings of object stores by the beginning of their URLs, for ranks that write checkpoints there.
+# Credentials and settings of object stores by URL scheme, for ranks that write checkpoints there.
 STORES: Mapping[str, Sequence[str]] = {
     "s3": ("AWS_*", "S3_*", "BOTO_*"),
     "gs": ("GOOGLE_*", "GCS_*", "GCLOUD_*", "CLOUDSDK_*", "STORAGE_EMULATOR_HOST"),
@@ -56,7 +56,7 @@ OTHER_NAMES = {
     "wasb": "az",
     "ssh": "sftp",
 }
-# Of any store: fsspec's own settings, and the way out of this network.
+# For any store: fsspec's own settings, and proxies.
 ANY_STORE = (
     *("FSSPEC_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
@@ -66,8 +66,8 @@ ON_DISK = ("file", "local", "memory")
 
 
 def passes(name: str, config: Config | None = None) -> bool:
-    """Whether a rank of this job gets a variable. What has the name of a secret passes only where it was asked for."""
-    # By the user, or by what the user wants done.
+    """Whether a rank of this job gets a variable. Variables named like secrets pass only on request."""
+    # Requested by the user, or needed for what the user requested.
     asked = () if config is None else (*config.run.environment, *_of_store(config.checkpoint.to))
     if any(fnmatchcase(name, pattern) for pattern in asked):
         return True
@@ -78,7 +78,7 @@ def _of_store(url: str | None) -> Sequence[str]:
     scheme = (url or "").partition("://")[0].lower()
     if url is None or scheme in ON_DISK:
         return ()
-    # Of a store that we do not know, any of these may be the credentials.
+    # For an unknown store, any of these may be the credentials.
     known = STORES.get(OTHER_NAMES.get(scheme, scheme), [name for names in STORES.values() for name in names])
     return (*known, *ANY_STORE)
 
@@ -86,7 +86,9 @@ def _of_store(url: str | None) -> Sequence[str]:
 def keep_only_passed(
     config: Config | None = None, environment: MutableMapping[str, str] = os.environ
 ) -> list[str]:
-    """Take out what does not pass. The names of all that was left out, here or by the parent process."""
+    """Remove the variables that do not pass. Returns the names of all that were left out, here or by the parent
+    process.
+    """
     before = environment.get(LEFT_OUT, "").split()
     doomed = [name for name in environment if not passes(name, config)]
     for name in doomed:
@@ -98,9 +100,9 @@ def keep_only_passed(
 
 @contextmanager
 def passed_on(config: Config | None = None) -> Iterator[None]:
-    """What is started inside gets what passes; afterwards this process has its whole environment again.
+    """Inside the context the environment has only what passes; afterwards this process has all of it again.
 
-    For the start of multiprocessing's fork server, which takes no environment but the one that is there.
+    For starting multiprocessing's fork server, which always inherits the current environment.
     """
     whole = dict(os.environ)
     keep_only_passed(config)
@@ -108,5 +110,5 @@ def passed_on(config: Config | None = None) -> Iterator[None]:
         yield
     finally:
         del os.environ[LEFT_OUT]
-        # Only what is missing: others may read the environment meanwhile.
+        # Only what is missing: other threads may read the environment meanwhile.
         os.environ.update({name: value for name, value in whole.items() if name not in os.environ})

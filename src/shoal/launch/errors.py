@@ -21,7 +21,7 @@ from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.nonfinite import NonFinite
 from shoal.train.guard.out_of_memory import OutOfMemory
 
-# What kind of failure an error is, and whether it would come again however often the workers are restarted.
+# Exception types with their kind of failure, and whether it would recur however often workers are restarted.
 KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (BadInput, "input", True),
     (Disagreement, "disagreement", True),
@@ -35,7 +35,7 @@ KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (ScratchDamaged, "disk", False),
 )
 
-# Of these the message says it all.
+# Exceptions whose message needs no type in front.
 PLAIN = (
     Corrupted,
     BadInput,
@@ -50,7 +50,7 @@ PLAIN = (
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """An exception as its reader needs it: plain words where we know the cause, else type and message."""
+    """Describe an exception for its reader: plain words if we know the cause, otherwise type and message."""
     kind, final = next(
         ((kind, final) for type, kind, final in KINDS if isinstance(error, type)), (ERROR, False)
     )
@@ -63,7 +63,7 @@ def describe(rank: int, error: BaseException) -> Failure:
     echo = is_echo(error)
     more: dict[str, Any] = {}
     if isinstance(error, Corrupted):
-        rank = error.ranks[0]  # all ranks raise it, and this one is meant
+        rank = error.ranks[0]  # all ranks raise it; this is the one at fault
         more = error.row()
     if isinstance(error, OutOfMemory):
         more = {
@@ -76,7 +76,9 @@ def describe(rank: int, error: BaseException) -> Failure:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether a rank failed only because another did. gloo's errors have no type of their own, but a signature."""
+    """Whether a rank failed only because another did. gloo's errors have no type of their own, but a recognisable
+    text.
+    """
     if isinstance(error, DistError):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -1,4 +1,4 @@
-"""Evaluate trained weights on data sets: in this process, or in ranks of a layout."""
+"""Evaluate trained weights on datasets: in this process, or in ranks of a layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def job_for(weights: str, layout: str, overrides: list[str], visible: str | None) -> tuple[Job, str, bool]:
-    """The job that these weights are evaluated in, where they are, and whether they have validation text of their own.
+    """The job to evaluate these weights in, where they are, and whether they have validation data of their own.
 
-    A run's own config, but for the layout and what is overridden; of a model directory, defaults. Where the run
-    evaluates the average of its weights (``evaluate.ema``), so does this.
+    Uses the run's own config, except for the layout and the overrides; for a model directory, defaults. If the run
+    evaluates averaged weights (``evaluate.ema``), so does this.
     """
     from shoal.train.first_weights import weights_of
 
@@ -53,7 +53,7 @@ def job_for(weights: str, layout: str, overrides: list[str], visible: str | None
 
 
 def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> list[EvaluationSet]:
-    """Tokenise what is to be evaluated: a run's own validation sets, or all of each named set, ``NAME=SOURCE``."""
+    """Tokenise the evaluation data: a run's own validation sets, or each named set, ``NAME=SOURCE``, as a whole."""
     from shoal.train.score_sets import EvaluationSet
 
     if not named and not own:
@@ -71,7 +71,7 @@ def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> lis
             raise BadInput(
                 f"--data: {name} is the name of two data sets", "--data NAME=SOURCE, each with its own"
             )
-        # This source alone: what the run was trained and validated on has no part in it.
+        # Only this source: the run's own training and validation data play no part.
         data = job.config.data.model_copy(update={"source": source, "mix": [], "heldout": 0.0})
         changes = {"data": data, "evaluate": EvaluateSection()}
         asked = replace(job, config=job.config.model_copy(update=changes))

@@ -21,7 +21,7 @@ ERROR, CONNECTION, KILLED, CRASHED, NODE_LOST = "error", "connection", "killed",
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's failure. ``echo``: it only noticed that a peer had gone."""
+    """One rank's failure. ``echo``: it only noticed that a peer was gone."""
 
     rank: int
     message: str
@@ -29,7 +29,7 @@ class Failure:
     time: float
     what: str = "failed"
     kind: str = ERROR
-    final: bool = False  # it would recur, so there is no restart
+    final: bool = False  # it would recur, so do not restart
     more: dict[str, Any] = field(default_factory=dict)  # for faults.jsonl
 
     def __str__(self) -> str:
@@ -37,24 +37,22 @@ class Failure:
 
 
 class Death(BaseModel):
-    """The end of a rank's process. ``code``: as Python has it, negative for a signal."""
+    """The end of a rank's process. ``code``: as in Python, negative for a signal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int
     time: float
     code: int | None = None
-    by_us: bool = (
-        False  # its launcher has ended it, or torch's agent there: for another's death, or a verdict
-    )
-    stopped: bool = False  # and has found it stopped
+    by_us: bool = False  # ended by its launcher or torch's agent: after another's death, or a verdict
+    stopped: bool = False  # it was stopped at that time
 
 
 def tell(store: SignedStore, attempt: SignedStore, rank: int, failure: Failure) -> None:
-    """Report a failure, as ``rank`` has seen it. One that would happen again also tells later attempts not to try.
+    """Report a failure as ``rank`` saw it. A failure that would recur also tells later attempts not to try.
 
-    Returns when the store has it. A value that was only sent may still be on its way, over a network that was cut,
-    when the launcher has seen the process end and asks why.
+    Returns when the store has it. A value that was only sent may still be in flight, over a broken network, when the
+    launcher sees the process end and asks why.
     """
     told, key = json.dumps(asdict(failure)), f"failure-{rank}"
     attempt.set(key, told)
@@ -64,11 +62,11 @@ def tell(store: SignedStore, attempt: SignedStore, rank: int, failure: Failure) 
 
 
 def cause(store: SignedStore, attempt: SignedStore, world: int, deaths: Sequence[Death] = ()) -> Failure:
-    """Whose failure it was: what would come again; what the watchdog saw of a stall; who died first, of a signal; a
-    rank's own error; who died of a signal later; a rank that was stopped; one that died without a word; and if all
-    only noticed that others had gone, their connection.
+    """The failure to blame, in this order: one that would recur; the watchdog's verdict on a stall; the first death by
+    a signal; a rank's own error; a later death by a signal; a rank that was stopped; one that died without a message;
+    and if all only lost others, their connection.
 
-    ``deaths``: the first one first. One that we have caused explains nothing, so it is named where nothing else can be.
+    ``deaths``: in order. A death that we caused explains nothing, so it is named only if there is nothing else.
     """
     for known in (_read(store, FATAL), _read(attempt, STALLED)):
         if known is not None:
@@ -100,7 +98,7 @@ def cause(store: SignedStore, attempt: SignedStore, world: int, deaths: Sequence
 
 
 def _connection(echoes: Sequence[Failure], world: int) -> Failure | None:
-    """What ranks that lost each other have seen; None where none has said so."""
+    """The failure reported by ranks that lost each other; None if none reported any."""
     if not echoes:
         return None
     first = min(echoes, key=lambda failure: failure.time)

@@ -34,7 +34,7 @@ class TextSource:
 
 
 def find_source(text: str) -> TextSource:
-    """A run (its newest sound checkpoint), a checkpoint, a model directory, or one of the Hub."""
+    """A run (its newest intact checkpoint), a checkpoint, a model directory, or one on the Hub."""
     path = hub.fetch(text, hub.WEIGHTS, newest=False) if hub.is_hub_name(text) else Path(text).expanduser()
     if (path / "config.json").is_file():
         return TextSource(str(path), Origin(str(path), None, None, (path,)))
@@ -51,12 +51,12 @@ def job_for(
     visible: str | None,
     average: bool = False,
 ) -> Job:
-    """Everything that is wrong with a layout, or with the weights, raises here."""
+    """Build the job; raises if anything is wrong with the layout or the weights."""
     from shoal.train.first_weights import weights_of
 
     parsed = Layout.parse(layout)
     unit = math.lcm(length_unit(parsed), 1)
-    # Rows that no layout has to accumulate: one for every data rank and stage.
+    # A batch that every layout can run without accumulation: a row for every data rank and stage.
     batch = parsed.data_ranks * max(2 * parsed.pp, 1)
     recipe: dict[str, object] = {"seq": tokens + -tokens % unit, "batch": batch}
     values = {
@@ -76,7 +76,7 @@ def job_for(
 
 
 def without_offload(job: Job) -> Job:
-    """Where nothing is updated and nothing kept for a backward pass, nothing waits elsewhere."""
+    """Drop offload: without updates and backward passes there is nothing to offload."""
     return replace(job, layout=job.layout.model_copy(update={"offload": ()}))
 
 
@@ -92,9 +92,9 @@ def tokenizer_of(source: TextSource, job: Job) -> Tokenizer:
 
 
 def prompt_tokens(source: TextSource, tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
-    """A run continues text as it was trained on it; a model directory's tokenizer may begin one with a token.
+    """A run continues text as it was trained; a model directory's tokenizer may prepend a token.
 
-    A chat template has that token in its text.
+    A chat template already has that token in its text.
     """
     path = Path(source.weights) / "tokenizer.json"
     if chat or source.origin.tokenizer != source.weights or not path.is_file():
@@ -121,7 +121,7 @@ def ends_of(source: TextSource, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def chat_prompt(origin: Origin, messages: list[dict[str, str]]) -> str:
-    """A conversation as the text that its model was made for, up to where the answer begins."""
+    """Render a conversation with its model's template, up to where the answer begins."""
     path = Path(origin.tokenizer).expanduser()
     folder = path if path.is_dir() else path.parent
     if origin.tokenizer == "bytes" and origin.template is None:
@@ -138,7 +138,7 @@ def chat_prompt(origin: Origin, messages: list[dict[str, str]]) -> str:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # Jinja's errors, those of a missing template, and those of damaged files
+    except Exception as error:  # Jinja's errors, a missing template, or damaged files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(
             f"--chat: {folder} has no chat template that takes this: {reason}", "leave out --chat"
@@ -149,7 +149,7 @@ def chat_prompt(origin: Origin, messages: list[dict[str, str]]) -> str:
 def write(
     job: Job, request: TextRequest, visible: str | None, told: Callable[[list[int]], None]
 ) -> list[int]:
-    """The tokens that follow. One process tells of them as they come, several when they are done."""
+    """The generated tokens. ``told`` gets them as they come in a single process, and at the end with several."""
     from shoal.launch.init_rank import init_rank
     from shoal.train.write_text import write_text
 

@@ -11,18 +11,18 @@ from shoal.facts.problem import BadInput, closest
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
-# Linux's question for the IPv4 address of an interface, whose name may have 15 letters.
+# Linux's ioctl for the IPv4 address of an interface, whose name may have 15 characters.
 SIOCGIFADDR = 0x8915
 LONGEST_NAME = 15
 
 
 def interface_of(interface: str | None) -> str:
-    """The interface that gloo and NCCL are told: ``cluster.interface``, or loopback."""
+    """The interface for gloo and NCCL: ``cluster.interface``, or loopback."""
     return LOOPBACK_INTERFACE if interface is None else interface
 
 
 def address_of(interface: str | None) -> str:
-    """The IPv4 address of an interface; without one, loopback's."""
+    """The IPv4 address of an interface; loopback's by default."""
     if interface is None or interface == LOOPBACK_INTERFACE:
         return LOOPBACK
     there = [name for _, name in socket.if_nameindex()]
@@ -43,18 +43,18 @@ def address_of(interface: str | None) -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's own address on the way to a host; None where there is no way, or no such host."""
+    """This machine's own address on the route to a host; None if there is no route, or no such host."""
     try:
         (*_, (address, *_)), *_ = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect((address, 9))  # nothing is sent: the system only looks up the way
+            asking.connect((address, 9))  # sends nothing: the system only looks up the route
             return str(asking.getsockname()[0])
     except OSError:
         return None
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface of this machine by which it reaches a host; None where none is found."""
+    """The interface through which this machine reaches a host; None if none is found."""
     address = address_towards(host)
     if address is None or sys.platform != "linux":
         return None
@@ -64,7 +64,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _ask(interface: str) -> str | None:
-    """The system's answer; None where it has no address."""
+    """The interface's address; None if it has none."""
     import fcntl
 
     if sys.platform != "linux":

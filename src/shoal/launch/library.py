@@ -1,4 +1,4 @@
-"""``shoal.run``, a training loop of one's own among its ranks; ``shoal.launch``, which starts them from Python."""
+"""``shoal.run``: your own training loop on several ranks; ``shoal.launch``: start the ranks from Python."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shoal.parallel import device_context
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.library.run import Run
 
-# How a function that ``launch`` started learns its layout, if it asks for none.
+# How a function started by ``launch`` gets its layout, if it asks for none.
 LAYOUT = "SHOAL_LAYOUT"
-LONGEST = 20 * 86400.0  # seconds: what a system's wait takes
+LONGEST = 20 * 86400.0  # seconds: the longest wait of the system
 
 
 def run(
@@ -43,11 +43,11 @@ def run(
     bucket_mb: float = 25.0,
     timeout: float = 600.0,
 ) -> Run:
-    """Join the ranks of a run; the result is used in a ``with`` statement.
+    """Join the ranks of a run; use the result in a ``with`` statement.
 
-    ``layout``: as the command line has it, ``fsdp=4`` or ``fsdp=2,zero=1``; ``auto`` is decided by the model's size.
-    ``batch``: rows of a step over all ranks, if no loader says so. ``clip``: the largest norm of gradients, None for
-    any. ``dir``: the run directory; what was saved there is continued by ``prepare``. ``timeout``: seconds before a
+    ``layout``: as on the command line, ``fsdp=4`` or ``fsdp=2,zero=1``; ``auto`` chooses by the model's size.
+    ``batch``: rows per step over all ranks, if no loader says so. ``clip``: the maximum gradient norm, None for no
+    clipping. ``dir``: the run directory; ``prepare`` resumes what was saved there. ``timeout``: seconds before a
     collective gives up.
     """
     wanted = _parsed(layout or os.environ.get(LAYOUT, "auto"))
@@ -70,7 +70,7 @@ def _parsed(layout: str | Layout) -> Layout | None:
 
 
 def _check_world(layout: Layout | None) -> None:
-    """Before anyone waits for anyone."""
+    """Check before any rank waits for another."""
     if layout is None or torch.distributed.is_initialized():
         return
     found = told()
@@ -92,10 +92,10 @@ def launch(
     timeout: float = LONGEST,
     **options: Any,
 ) -> list[Any]:
-    """Start the ranks of a layout on this machine; each calls ``fn``. Returns what it returned, in order of rank.
+    """Start the ranks of a layout on this machine; each calls ``fn``. Returns the results in rank order.
 
-    ``fn`` is given the run, with ``options`` as ``shoal.run`` has them, and then ``arguments``; without any parameter
-    it is given nothing, and its own ``shoal.run()`` has this layout. ``timeout``: seconds for all of it.
+    ``fn`` gets the run, which takes ``options`` as in ``shoal.run``, and then ``arguments``. A function without
+    parameters gets nothing, and its own ``shoal.run()`` has this layout. ``timeout``: seconds for the whole call.
     """
     wanted = _parsed(layout) or Layout(dp=max(1, torch.cuda.device_count()))
     known = set(inspect.signature(run).parameters) - {"layout"}
@@ -115,8 +115,9 @@ def launch(
 
 
 def _importable(one: FunctionType | type) -> bool:
-    """Whether a new process finds it again by its name; what a notebook or another function has defined is there only
-    in a copy of this one."""
+    """Whether a new process can import it by name; what a notebook or another function defines exists only in a fork
+    of this process.
+    """
     found = getattr(sys.modules.get(one.__module__), one.__qualname__, None) is one
     return found and (one.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__"))
 
@@ -139,7 +140,7 @@ def _work(
     if not devices:
         torch.set_num_threads(given_threads() or max(1, usable_threads() // world))
     elif world > devices:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"  # else NCCL takes two ranks on one device for a mistake
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"  # otherwise NCCL rejects two ranks on one device
     if world > 1:
         if devices:
             device_context.take(torch.device("cuda", rank % devices))

@@ -49,10 +49,10 @@ from shoal.train.run_directory import RunDirectory, identity
 
 WORKER = "shoal.launch.worker:work"
 ATTEMPT = "shoal.launch.supervisor:Supervisor"
-# With a parameter server workers are started beside the agent, which has the servers.
+# With a parameter server, the agent runs the servers, and workers are started beside it.
 SERVED, SERVED_WORKER = "shoal.launch.served:ServedSupervisor", "shoal.launch.server:work_for_servers"
 TUNING = "shoal.launch.tuning.supervisor:TuningSupervisor"
-# What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
+# Imported before workers fork. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 
 
@@ -65,10 +65,10 @@ def train(
     entrypoint: str | None = None,
     tried: Tried | None = None,
 ) -> Report:
-    """Train ``job`` in ``run`` to its end, from wherever it stands. Bad input raises before anything is spawned.
+    """Train ``job`` in ``run`` to its end, from its current state. Bad input raises before anything is spawned.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls, or
-    that of a parameter server's worker. ``tried``: which layouts the first steps are to try.
+    ``visible`` is the value of CUDA_VISIBLE_DEVICES; ``entrypoint`` ("module:function") what a rank's process calls, or
+    a parameter server's worker. ``tried``: layouts to try in the first steps.
     """
     served = job.config.server.servers > 0
     entrypoint = entrypoint or (SERVED_WORKER if served else WORKER)
@@ -101,14 +101,14 @@ def train(
 
 
 def _check_layout(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
-    """Refuse a layout of a job that cannot be trained here, or there."""
+    """Refuse a layout that cannot be trained here, or on these nodes."""
     check_devices(job, visible, nodes)
     check_memory(job, nodes)
     check_scratch(job, run.path, nodes)
 
 
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
-    """Refuse what cannot be trained here, or there. Nothing is created."""
+    """Refuse a job that cannot be trained here, or on these nodes. Creates nothing."""
     _check_layout(job, run, visible, nodes)
     check_backend(job)
     address_of(job.config.cluster.interface)
@@ -121,7 +121,7 @@ def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> N
 def prepare(
     job: Job, run: RunDirectory, fresh: bool, console: Console, dataset: Collection, held: ExitStack
 ) -> Report | dict[str, Any]:
-    """Make sure that this job continues the run which is there, or begin one. What is known of it, or how it ended."""
+    """Check that this job continues the existing run, or begin one. Returns what is known of it, or how it ended."""
     fingerprint = dataset.fingerprint
     if not fresh:
         run.check_continues(job, fingerprint)
@@ -151,7 +151,7 @@ def prepare(
 
 @contextmanager
 def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) -> Iterator[None]:
-    """Inside, a launcher leads the run; its directory says so."""
+    """Inside the context a launcher leads the run, and the run directory says so."""
     with private_files():
         run.adopt_memory()
         clear_scratch(job, run.path)
@@ -162,7 +162,7 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            # Alive within: the report that trackers get is of a run that is over.
+            # ``alive`` innermost: the report that trackers get is of a finished run.
             with _held_in_store(run, console), tracked(job, run, console), run.alive():
                 yield
         finally:
@@ -170,7 +170,9 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
 
 
 def _held_in_store(run: RunDirectory, console: Console) -> AbstractContextManager[None]:
-    """A run of the same name on another machine has another directory, and the same checkpoints."""
+    """Lock the object store: a run of the same name on another machine has another directory but the same
+    checkpoints.
+    """
     if not isinstance(run.disk, ObjectStore):
         return nullcontext()
 
@@ -181,7 +183,7 @@ def _held_in_store(run: RunDirectory, console: Console) -> AbstractContextManage
 
 
 def compile_line(job: Job) -> str | None:
-    """What a user is told of compilation; None where it was neither asked for nor usual."""
+    """A line for the user about compilation; None if it was neither requested nor the default."""
     on, why_not = job.compilation
     if on:
         return "compiling, about 20 s; later runs and restarts find it in the cache"
@@ -189,10 +191,11 @@ def compile_line(job: Job) -> str | None:
 
 
 def load_attempt(kind: str) -> type[Any]:
-    """A class of ``Attempt``'s kind, as "module:name". torch takes seconds to import; bad input is answered before.
+    """Load an ``Attempt`` class, given as "module:name", only now: importing torch takes seconds, and bad input is
+    reported before.
 
-    A signal in that time is remembered and answered afterwards: raised inside of an import, it can get lost in
-    some library's ``except``.
+    A signal in that time is remembered and handled afterwards: raised inside an import, it could get lost in a
+    library's ``except``.
     """
     asked: list[int] = []
     with stoppable(lambda number, frame: asked.append(number), STOP_SIGNALS):
@@ -204,14 +207,14 @@ def load_attempt(kind: str) -> type[Any]:
 
 
 def devices_here(job: Job, visible: str | None) -> int | None:
-    """How many devices this machine has now; None where any number of ranks can run."""
+    """How many devices this machine has now; None if any number of ranks can run."""
     if job.cluster.device.name == "cpu" or job.config.cluster.share:
         return None
     return machine.look(visible).devices
 
 
 def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
-    """A described cluster can be planned for anywhere; trained on only where it is."""
+    """Refuse a described cluster that is not here: it can be planned for anywhere, but trained on only in place."""
     if job.cluster.device.name == "cpu":
         return
     here = machine.look(visible)
@@ -228,14 +231,14 @@ def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
 
 
 def check_memory(job: Job, nodes: int = 1) -> None:
-    """Refuse a model whose weights, gradients and optimizer states alone exceed what there is.
+    """Refuse a model whose weights, gradients and optimizer states alone exceed memory.
 
-    But for what is offloaded. A CPU that trains is its own host: there only files are elsewhere, and they have states.
+    Offloaded states are not counted. A CPU that trains is its own host: there only states in files are elsewhere.
     """
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
     away, resting = (waiting(job.layout.offload, what) for what in ("optimizer", "params"))
-    # Gradients are in files where what they become and what they meet are.
+    # Gradients are in files only if both weights and optimizer states are.
     in_files = resting is not None and resting.nvme and away is not None and away.nvme
     if away is not None and (away.nvme or not on_cpu):
         for kind in ("optimizer",) if on_cpu and not in_files else ("optimizer", "grads"):
@@ -252,7 +255,9 @@ def check_memory(job: Job, nodes: int = 1) -> None:
 
 
 def tokenised(job: Job, console: Console, key: str = "data.source") -> Collection:
-    """The tokenised data, refused where it has ids that the model has no row for. ``key``: what named its source."""
+    """The tokenised data, refused if it has ids that the model has no row for. ``key``: the setting that named its
+    source.
+    """
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
     if tokenizer.vocab > job.model.vocab:  # known without reading any text
@@ -296,7 +301,7 @@ def _check_loss(config: Config, collection: Collection) -> None:
 
 
 def with_length(job: Job, collection: Collection) -> Job:
-    """With the steps that ``recipe.epochs`` are of this data."""
+    """The job with ``recipe.epochs`` converted to steps of this data."""
     data, recipe = job.config.data, job.config.recipe
     if recipe.epochs is None:
         return job
@@ -313,7 +318,7 @@ def with_length(job: Job, collection: Collection) -> Job:
 
 
 def fetched(job: Job, console: Console) -> Job:
-    """The job with first weights of the Hub on this machine: here its files are fetched, if they have to be."""
+    """The job with initial weights on this machine: fetches them from the Hub if necessary."""
     name, shape = job.config.model.init_from, job.config.model.path
     if name is None or not hub.is_hub_name(name):
         return job
@@ -331,9 +336,9 @@ def fetched(job: Job, console: Console) -> Job:
 
 
 def check_weights(job: Job, run: RunDirectory | None) -> None:
-    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none.
+    """Refuse initial weights that are incomplete, or of another model; a run with a checkpoint needs none.
 
-    Unless it trains adapters, and reads what is frozen from there every time that it starts.
+    A run that trains adapters does: it reads the frozen base at every start.
     """
     lora, needed = job.config.model.lora, not (run and run.step())
     if lora is not None or (job.config.model.init_from is not None and needed):
@@ -345,10 +350,10 @@ def check_weights(job: Job, run: RunDirectory | None) -> None:
 def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
     """Start the server that workers are forked from, with torch already imported: a restart then costs no import.
 
-    It gets of the environment what workers get; ``config`` may ask for more.
+    It gets the same environment variables as workers; ``config`` may request more.
 
-    Server and workers are born with the stop signals blocked. A Ctrl-C, or a signal to the whole process group,
-    is for the launcher alone; a worker takes signals again once it has a session of its own.
+    Server and workers are forked with the stop signals blocked. A Ctrl-C, or a signal to the whole process group, is
+    for the launcher alone; a worker accepts signals again once it has its own session.
     """
     modules = ["shoal.launch.server_first", *preload, "shoal.launch.server_last"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
@@ -356,7 +361,7 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
     try:
         with passed_on(config):
             resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker's start has unblocked some
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker has unblocked some
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -365,7 +370,7 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
 def prepared(
     data: DataSection, console: Console, evaluate: EvaluateSection | None = None, key: str = "data.source"
 ) -> Path:
-    """The directory of the tokenised data, made now or found: of one source, or of all that there are."""
+    """The directory of the tokenised data, created now or found: of one source, or of all sources."""
     cache = Path(data.cache).expanduser() / "data"
     key = "data.mix: source" if data.mix else key
     parts = [_prepared_source(part, cache, console, key) for part in data.parts]

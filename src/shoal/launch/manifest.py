@@ -64,7 +64,9 @@ def describe_plan(job: Job) -> dict[str, Any]:
 
 
 def predicted_time(job: Job) -> str:
-    """For a person, before anything has been computed: the time of a step and of the run, and how well it is known."""
+    """A line for the user before anything is computed: the predicted time of a step and of the run, and how reliable
+    it is.
+    """
     plan, steps = describe_plan(job), job.config.recipe.steps
     seconds = plan["step"]["seconds"]
     step = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
@@ -79,7 +81,7 @@ def predicted_time(job: Job) -> str:
 
 
 def git_commit(folder: Path, digits: int = 40) -> str | None:
-    """The commit of a directory, with a mark if it had changes; None outside a repository."""
+    """The commit of a directory, marked if there are changes; None outside a repository."""
     try:
         command = ["git", "describe", "--always", "--dirty", f"--abbrev={digits}"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True, cwd=folder)

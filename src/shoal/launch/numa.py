@@ -1,7 +1,7 @@
-"""Bind a rank to the cores beside its device: memory it touches first is then on that side of the machine.
+"""Bind a rank to the cores beside its device, so that memory it touches first is on that side of the machine.
 
-What is left to the system wanders, and a copy to a GPU that crosses sockets shares their link with all others. What a
-scheduler or ``numactl`` has taken away stays away: only cores that the process may use already are chosen from.
+Unbound threads migrate, and a copy to a GPU that crosses sockets shares their link with all others. Restrictions by a
+scheduler or ``numactl`` are respected: only cores that the process may already use are considered.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ SYSTEM = Path("/sys")
 
 
 def bind_to_numa(device: torch.device, local_rank: int, here: int, system: Path = SYSTEM) -> list[int]:
-    """To the cores of a GPU's NUMA node, or to a share of the nodes for one of ``here`` ranks on CPUs.
+    """Bind to the cores of a GPU's NUMA node or, for one of ``here`` ranks on CPUs, to a share of the nodes.
 
-    Returns the cores it was bound to; none where there is nothing to choose.
+    Returns the cores; empty if there is nothing to choose.
     """
     if not hasattr(os, "sched_setaffinity"):
         return []
@@ -28,7 +28,7 @@ def bind_to_numa(device: torch.device, local_rank: int, here: int, system: Path 
         return []
     try:
         os.sched_setaffinity(0, chosen)
-    except OSError:  # a container that may not: the run goes on as it would have
+    except OSError:  # not permitted in this container: the run continues unbound
         return []
     return sorted(chosen)
 
@@ -45,17 +45,17 @@ def _beside_gpu(device: torch.device, system: Path) -> set[int]:
 
 
 def _share(mine: set[int], local_rank: int, here: int, system: Path) -> set[int]:
-    """Ranks of a machine are dealt out in order, so that neighbours, who exchange the most, share a node."""
+    """Ranks of a machine are assigned in order, so that neighbours, which communicate most, share a node."""
     folders = (system / "devices" / "system" / "node").glob("node[0-9]*")
     nodes = [_cores(folder / "cpulist") for folder in sorted(folders, key=lambda one: int(one.name[4:]))]
     nodes = [cores for cores in nodes if cores & mine]
-    if len(nodes) < 2 or here < len(nodes):  # one rank for several nodes has use for all of them
+    if len(nodes) < 2 or here < len(nodes):  # a rank that has several nodes uses all of them
         return set()
     return nodes[local_rank % here * len(nodes) // here]
 
 
 def _cores(path: Path) -> set[int]:
-    """``0-3,8``; none where the system does not say."""
+    """Parse ``0-3,8``; empty if the system does not say."""
     found: set[int] = set()
     try:
         for part in path.read_text().strip().split(","):

@@ -31,14 +31,14 @@ from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.metrics.compare import ON_CPU
 from shoal.train.run_directory import EARLY, RunDirectory
 
-# Without a terminal there is no live line; a line now and then shows that things move.
+# Without a terminal there is no live line; an occasional line shows that things move.
 PLAIN_SECONDS = 10.0
-# While nothing new is recorded, each such line is twice as long after the last one, up to this.
+# While nothing new is recorded, the interval between such lines doubles, up to this.
 MOST_PLAIN_SECONDS = 600.0
-# How often a terminal is shown how long something has been going on.
+# How often a terminal updates how long something has been going on.
 TICK_SECONDS = 1.0
 
-# What the first rank does, in words, where it says so.
+# What the first rank is doing, in words, if it says so.
 DOING = {
     RESTORE: "reading weights",
     REFERENCE: "computing the reference",
@@ -52,12 +52,14 @@ GIVING_UP = "giving up"
 
 
 class Progress:
-    """Follows a run's own files, so it shows what is recorded and nothing else."""
+    """Follows a run's own files, so it shows only what is recorded."""
 
     def __init__(
         self, console: Console, run: RunDirectory, steps: int, quiet: bool = False, compiles: bool = False
     ) -> None:
-        """``quiet``: another launcher of the same run shows it. ``compiles``: a process's first step does."""
+        """``quiet``: another launcher of the same run shows progress. ``compiles``: the first step of a process
+        compiles.
+        """
         self.console, self.run, self.steps, self.quiet = console, run, steps, quiet
         self.compiles = compiles
         self.last: dict[str, Any] | None = None
@@ -71,7 +73,7 @@ class Progress:
         self._printed = self._ticked = time.monotonic()
         self._patience = PLAIN_SECONDS
         self._new = False  # a row that was not shown yet
-        self._said: int | None = None  # the step of the last row's line
+        self._said: int | None = None  # the step of the last line shown
         self._activity = Activity(run.flight(0))
         self._live = (
             Live(console=console, auto_refresh=False, transient=True)
@@ -92,8 +94,8 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """``style``: where the terminal has colours."""
-        # A style of ``print`` itself would colour the live line too.
+        """``style``: used if the terminal has colours."""
+        # A style given to ``print`` itself would colour the live line too.
         self.console.print(Text(redact(text), style=style), highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
@@ -101,13 +103,13 @@ class Progress:
             return
         for row in self._faults.read():
             self.skipped += row["kind"] == "nonfinite" and row["action"] == SKIPPED
-            # What ends the run is its last word, and said then.
+            # The fault that ends the run is reported at the end.
             if row.get("action") != GIVING_UP:
                 self.say(_fault(row), "yellow")
         for row in self._metrics.read():
             self._read(row)
         for row in self._samples.read():
-            # Under the line of its step, which need not be named again.
+            # Directly below the line of its step, it need not name the step again.
             of = "" if row["step"] == self._said else f" of step {row['step']}"
             self.say(f"  sample{of}: {row['prompt'][-24:]!r} → {row['text'][:72]!r}", "dim")
         now = time.monotonic()
@@ -123,7 +125,7 @@ class Progress:
                 self._printed = now
 
     def _read(self, row: dict[str, Any]) -> None:
-        """A new row; what is notable of it is said at once."""
+        """Take in a new row; notable things in it are shown at once."""
         self.last, self._new = row, True
         self._recent.append(row["step_s"])
         notable = []
@@ -140,7 +142,7 @@ class Progress:
             self._say_row(notable, "green" if self.heldout is row else "")
 
     def _say_row(self, notable: list[str], style: str = "") -> None:
-        """One line a step: above a live line what is notable, and where there is none its numbers too."""
+        """One line per step: what is notable, plus the step's numbers if there is no live line."""
         assert self.last is not None
         self._said = self.last["step"]
         numbers = [f"step {self._said:>6}"] if self._live else self.line()
@@ -149,7 +151,7 @@ class Progress:
             self._printed, self._new = time.monotonic(), False
 
     def _show(self, live: Live, now: float) -> None:
-        """The last row; and, where nothing comes after it for long, what goes on."""
+        """Show the last row; if no new row comes for long, also what is going on."""
         if not self._new and now - self._ticked < TICK_SECONDS:
             return
         quiet = self.last is None or self._activity.seconds(now) > PLAIN_SECONDS
@@ -161,7 +163,7 @@ class Progress:
         self._ticked, self._new = now, False
 
     def waiting(self, now: float) -> str:
-        """What goes on that has not been recorded yet, for how long, and how long a step was predicted to take."""
+        """What is going on that has not been recorded yet, for how long, and the predicted step time."""
         phase, step, (part, parts) = self._activity.phase, self._activity.step, self._activity.part
         elapsed = _duration(self._activity.seconds(now))
         if phase not in (STEP, FIRST_STEP):
@@ -173,7 +175,7 @@ class Progress:
         return f"step {step:>6}/{self.steps}  {doing}, {elapsed}{expected}"
 
     def line(self) -> list[str]:
-        """The last row, number by number; nothing before the first one."""
+        """The last row, number by number; empty before the first one."""
         row = self.last
         if row is None:
             return []
@@ -192,7 +194,7 @@ class Progress:
         ]
 
 
-# What a line leaves out first where a terminal is narrow.
+# What a line drops first on a narrow terminal.
 LEAST = ("memory", "MFU", "gradient", "lr", "ETA")
 
 
@@ -206,7 +208,7 @@ def fitted(parts: list[str], room: int) -> list[str]:
 
 
 class Activity:
-    """What the first rank does now, and since when, by the record that it keeps for others to read."""
+    """What the first rank is doing, and since when, from its flight recorder."""
 
     def __init__(self, path: Path) -> None:
         self.phase, self.step, self.part = START, 0, (0, 0)
@@ -241,19 +243,19 @@ def _inode(path: Path) -> int | None:
 
 
 class Tail:
-    """The rows that a file has gained since the last look, beyond a step and a time.
+    """Rows that a file has gained since the last look, later than a given step and time.
 
-    A resume replaces the file; the new one is read from its start, and what was shown is not shown again.
+    A resume replaces the file; the new one is read from its start, and rows already shown are skipped.
     """
 
     def __init__(self, path: Path, step: int, since: float = 0.0, launch: str = "") -> None:
-        """``launch``: only rows of attempts of this name; those of an earlier one may still be undone by a resume."""
+        """``launch``: only rows of attempts of this launch; a resume may still roll back those of an earlier one."""
         self.path = path
         self.since, self.launch = since, launch
         self._inode = 0
         self._offset = 0
         self._step = step
-        self._shown = step  # with the file before this one
+        self._shown = step  # in the file before this one
 
     def read(self) -> list[dict[str, Any]]:
         try:
@@ -263,7 +265,7 @@ class Tail:
                     self._inode, self._offset, self._shown = inode, 0, self._step
                 file.seek(self._offset)
                 content = file.read()
-        except OSError:  # not there yet; and nothing that befalls the display may end the run
+        except OSError:  # not there yet; display problems must not end the run
             return []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -278,7 +280,7 @@ class Tail:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row; None for a line that a full disk or a crash has torn."""
+    """A row; None for a line torn by a full disk or a crash."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -295,14 +297,14 @@ def _fault(row: dict[str, Any]) -> str:
 
 
 def validated(row: dict[str, Any]) -> str:
-    """The validation loss; of several sets, each by name."""
+    """The validation loss; with several sets, each by name."""
     others = row.get("validation", {})
     named = ", ".join(f"{name} {loss:.4f}" for name, loss in others.items() if loss is not None)
     return named if len(others) > 1 else f"{row['heldout_loss']:.4f}"
 
 
 def _compared(found: dict[str, Any]) -> str:
-    """What was predicted beside what came of it; of what was not compared, why not."""
+    """Predictions beside measurements; for what was not compared, why not."""
     parts = []
     if "step_s" in found:
         times = f"{found['predicted_step_s']:.3g} s/step, measured {found['step_s']:.3g}"

@@ -1,6 +1,6 @@
 """Run a function in several local processes, each a rank of a small world: for proofs, and for ``shoal.launch``.
 
-``shoal train`` has torchrun's agent to watch and restart its workers; here the first failure ends them all.
+``shoal train`` uses torchrun's agent to watch and restart its workers; here the first failure ends them all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shoal.launch.errors import is_echo
 from shoal.launch.redacted import redact_output
 from shoal.train.files import OWNER_ONLY
 
-# How long we wait, after a first failure, for one that may have caused it.
+# How long to wait, after a first failure, for one that may have caused it.
 GRACE_SECONDS = 0.5
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died, or did not answer in time."""
+    """A rank raised, died, or did not respond in time."""
 
     def __init__(self, rank: int, text: str, echo: bool = False) -> None:
-        """``echo``: likely what another rank's failure looks like from here."""
+        """``echo``: probably the effect of another rank's failure."""
         self.rank, self.text, self.echo = rank, text, echo
         super().__init__(f"rank {rank}: {text.rstrip().splitlines()[-1]}")
 
@@ -43,11 +43,11 @@ def run_ranks(
     seconds: float = 600.0,
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> list[Any]:
-    """``function(rank, world, store, *arguments)`` in ``world`` processes; their results in rank order.
+    """Run ``function(rank, world, store, *arguments)`` in ``world`` processes; returns results in rank order.
 
-    ``function`` is found by name in the processes, so it stands at the top of its module. They are forked from a
-    server that ``launch.local.warm_workers`` has started, and meet in a store on loopback. ``start``: with "fork" they
-    are copies of this process, in which everything is found.
+    ``function`` is imported by name in the processes, so it must be at the top level of its module. They are forked
+    from the server that ``launch.local.warm_workers`` started, and connect to a store on loopback. ``start``: "fork"
+    copies this process, in which every function exists.
     """
     context: Any = multiprocessing.get_context(start)
     if start == "fork":
@@ -114,8 +114,8 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    # A copy has its original's garbage too. What ends with it waits for threads that are not here, as a store does for
-    # that of its server: it is never collected.
+    # A fork inherits its parent's garbage too. Collecting it may wait for threads that do not exist here, as a store
+    # does for its server's: so never collect it.
     gc.freeze()
     os.umask(OWNER_ONLY)
     redact_output()

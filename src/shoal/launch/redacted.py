@@ -1,8 +1,8 @@
 """Redact secrets from this process's output as it is written, and from other processes' log files afterwards.
 
 A rank's output goes straight to its log, with nothing in between that could lose a crash's last words. So Python's own
-streams redact each text as it is written, and what came another way (C++ code, a subprocess) is redacted in the file by
-the launcher, at the end of each attempt and, in case it was killed itself, when the next one begins.
+streams redact each text as it is written, and other output (C++ code, a subprocess) is redacted in the file by the
+launcher: at the end of each attempt and, in case the launcher itself was killed, when the next one begins.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any, TextIO
 
 from shoal.facts.redact import Redactor, printable
 
-# Of a log that is read at once, up to the end of a line.
+# Bytes of a log to read at once, up to the end of a line.
 BLOCK = 1 << 22
 
 
 class RedactedStream:
-    """A text stream that redacts each text on its way; all else is left to the stream behind it.
+    """A text stream that redacts what is written; everything else is delegated to the underlying stream.
 
-    Control codes are written out, so that no text commands a terminal. Those of rich it takes: what goes through
-    a ``screen.Console`` has had its text cleaned there.
+    Control codes are escaped, so that no text can command a terminal. Rich's codes pass: text that goes through a
+    ``screen.Console`` was cleaned there.
     """
 
     def __init__(
         self, stream: TextIO, redactor: Redactor, codes: bool = False, stamped: bool = False
     ) -> None:
-        """``stamped``: each line begins with the time."""
+        """``stamped``: start each line with the time."""
         self._stream, self._redactor, self._codes = stream, redactor, codes
         self._stamped, self._begins = stamped, True
         if not codes:
-            # Where rich writes in place of this.
+            # The stream that rich writes to in place of this one.
             self.rich_proxied_file = RedactedStream(stream, redactor, codes=True)
 
     def write(self, text: str) -> int:
@@ -63,7 +63,7 @@ class RedactedStream:
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """Inside, what is printed has no secrets."""
+    """Inside the context, secrets in printed text are redacted."""
     before = sys.stdout, sys.stderr
     redact_output()
     try:
@@ -73,9 +73,10 @@ def redacted_output() -> Iterator[None]:
 
 
 def redact_output(stamped: bool = False) -> None:
-    """From now on what is printed has no secrets: of the environment as it is now, or by their look.
+    """From now on redact printed text: values of secret environment variables as of now, and anything that looks like a
+    secret.
 
-    ``stamped``: its lines begin with the time.
+    ``stamped``: lines begin with the time.
     """
     redactor = Redactor()
     for name in ("stdout", "stderr"):
@@ -87,24 +88,24 @@ def redact_output(stamped: bool = False) -> None:
 
 
 class LogRedactor:
-    """Redact logs that are no longer written to. Remembers its position, so that a long log is read once."""
+    """Redacts logs that are no longer written to. Remembers its position, so that a long log is read once."""
 
     def __init__(self) -> None:
         self._redactor = Redactor()
         self._done: dict[Path, int] = {}
 
     def redact(self, logs: Path, some: Iterable[Path] | None = None) -> None:
-        """All files in this directory, or some. One that cannot be read or written must not end a run."""
+        """Redact all files in this directory, or some. One that cannot be read or written must not end a run."""
         with contextlib.suppress(OSError):
             for log in sorted(logs.iterdir()) if some is None else some:
                 with contextlib.suppress(OSError):
                     self._done[log] = self._redact_file(log, self._done.get(log, 0))
 
     def _redact_file(self, log: Path, start: int) -> int:
-        """In place, for a process that outlived its rank may still add to it. Up to where it was redacted."""
+        """Redact in place, because a process that outlived its rank may still append. Returns the position reached."""
         with log.open("r+b") as file:
             file.seek(start)
-            # From the first change on all that follows moves.
+            # From the first change on, everything after it moves.
             moved: list[bytes] = []
             first = start
             while block := file.read(BLOCK) + file.readline():

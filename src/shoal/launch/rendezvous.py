@@ -1,8 +1,8 @@
 """The rendezvous: the launcher's store, which outlives workers, with fresh keys for every attempt.
 
-torch's own rendezvous listens on every interface, and after a crash its next attempt finds the keys of the last one
-and hangs more often than not on gloo. Here the store belongs to a launcher, is bound to one address alone, and each
-attempt writes under a prefix of its own.
+torch's own rendezvous listens on every interface, and after a crash its next attempt finds the last one's keys and
+usually hangs on gloo. Here the store belongs to a launcher, is bound to a single address, and each attempt writes under
+its own prefix.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shoal.facts.problem import BadInput
 from shoal.launch.interfaces import LOOPBACK, address_towards
 from shoal.parallel.signed_store import SignedStore, new_secret
 
-# Keys. To stop, after a step and with a commit: the run, or one attempt at it, which another follows.
+# Keys that request a stop after a step, with a commit: of the run, or of one attempt that another will follow.
 STOP, REGROUP = "stop", "regroup"
 
 
 class PlaceTaken(BadInput):
-    """Another process listens where this one was to."""
+    """Another process listens at this address and port."""
 
 
 class Rendezvous(RendezvousHandler):
-    """What torchrun's agent asks before it starts workers: who takes part, and where they meet.
+    """What torchrun's agent asks before it starts workers: which nodes take part, and where they connect.
 
-    An attempt at the run is called by the number of its round.
+    An attempt at the run is named by the number of its round.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class Rendezvous(RendezvousHandler):
         gather: Callable[[int], tuple[int, int, int]],
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """``gather``, given the number of the next round, says which one begins, and which of how many nodes this is.
+        """``gather`` is called with the next round's number and returns the round that begins, this node's index, and
+        the number of nodes.
 
-        It is called before the workers of a round are started, and ``look`` while they run; both may refuse by raising.
+        It runs before a round's workers are started, and ``look`` while they run; both may refuse by raising.
         """
         self.store, self.address, self.port = store, address, port
         self._gather, self._look = gather, look
@@ -61,7 +62,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(own, node, nodes, RendezvousStoreInfo(self.address, self.port))
 
     def attempt(self) -> SignedStore:
-        """What the workers of the present attempt wrote."""
+        """The current attempt's part of the store."""
         return attempt_store(self.store, self.round)
 
     def get_backend(self) -> str:
@@ -81,7 +82,7 @@ class Rendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Asked by the agent while all is well."""
+        """Polled by the agent while all is well."""
         self._look()
         return 0
 
@@ -100,9 +101,9 @@ class LoopbackRendezvous(Rendezvous):
         before_round: Callable[[int], None] = lambda number: None,
         address: str = LOOPBACK,
     ) -> None:
-        """``before_round`` is called before the workers of a round are started; it may refuse by raising.
+        """``before_round`` is called before a round's workers are started; it may refuse by raising.
 
-        ``address``: where the store listens, and nowhere else.
+        ``address``: the only address the store listens on.
         """
 
         def alone(number: int) -> tuple[int, int, int]:
@@ -113,20 +114,20 @@ class LoopbackRendezvous(Rendezvous):
 
 
 def allow_connections() -> None:
-    """As many as this process may have: every rank and every launcher holds one to the leader's store."""
+    """Raise the limit of open files: every rank and every launcher holds a connection to the leader's store."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems say more than they allow
+    with contextlib.suppress(ValueError, OSError):  # some systems report more than they allow
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:
-    """A store of this process at a free port of an address, and of no other; with a secret that is new."""
+    """A store of this process at a free port of one address, with a new secret."""
     store, port = serve_store(address, 0, timeout)
     return SignedStore(store, new_secret(), timeout), address, port
 
 
 def serve_store(address: str, port: int, timeout: float) -> tuple[TCPStore, int]:
-    """torch's own store at a port (0: a free one) of one address alone."""
+    """torch's own store at a port (0: a free one) of one address only."""
     listener = socket.create_server((address, port))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -141,7 +142,7 @@ def serve_store(address: str, port: int, timeout: float) -> tuple[TCPStore, int]
 
 
 def serve_at(host: str, port: int, timeout: float) -> TCPStore:
-    """A store where others were told to look for it: at a name of this machine's, or of one that forwards to it."""
+    """A store where others were told to connect: at a name of this machine, or of one that forwards to it."""
     try:
         address = socket.gethostbyname(host)
         try:
@@ -150,7 +151,7 @@ def serve_at(host: str, port: int, timeout: float) -> TCPStore:
             own = address_towards(host)
             if error.errno != errno.EADDRNOTAVAIL or own is None:
                 raise
-            # A service's address, as Kubernetes has them.
+            # A service's address, as in Kubernetes.
             return serve_store(own, port, timeout)[0]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -168,7 +169,7 @@ def serve_at(host: str, port: int, timeout: float) -> TCPStore:
 def connect(
     port: int, secret: bytes, timeout: float, address: str = LOOPBACK, to_connect: float | None = None
 ) -> SignedStore:
-    """The launcher's store, from another connection. ``to_connect``: seconds for that alone, if other."""
+    """Another connection to the launcher's store. ``to_connect``: seconds for connecting, if different."""
     first = timedelta(seconds=timeout if to_connect is None else to_connect)
     plain = TCPStore(address, port, is_master=False, timeout=first)
     plain.set_timeout(timedelta(seconds=timeout))
@@ -176,5 +177,5 @@ def connect(
 
 
 def attempt_store(shared: SignedStore, number: int) -> SignedStore:
-    """The part of a launcher's store that belongs to the attempt of that number."""
+    """The part of a launcher's store that belongs to attempt ``number``."""
     return shared.within(f"workers-{number}")

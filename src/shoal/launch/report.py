@@ -19,5 +19,5 @@ class Report:
     message: str
     row: dict[str, Any] | None  # the last step's metrics
     heldout_loss: float | None
-    skipped: int = 0  # updates of this call, for gradients that were not finite
-    tuning: dict[str, Any] | None = None  # where layouts were tried: what that cost and gained
+    skipped: int = 0  # updates skipped in this call because of non-finite gradients
+    tuning: dict[str, Any] | None = None  # if layouts were tried: the cost and the gain

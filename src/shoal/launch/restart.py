@@ -21,21 +21,23 @@ class GaveUp(Exception):
 
 
 class Interrupted(Exception):
-    """Stopped while no workers were running: the user asked for it, or, as its text says, nodes are missing."""
+    """Stopped while no workers were running: by the user or, as its text says, because nodes are missing."""
 
 
 class Restarts:
-    """The failures of one launch. A person who starts a run again has changed something, so it begins anew."""
+    """The failures of one launch. Counting starts anew with each launch: a user who restarts a run has changed
+    something.
+    """
 
     def __init__(self, run: RunDirectory, budget: int) -> None:
         self.run, self.budget = run, budget
         self.failures: list[FailedAttempt] = []
 
     def judge(self, failure: Failure, attempt: SignedStore) -> tuple[RestartDecision, FailedAttempt]:
-        """What comes after the attempt that this failure has ended."""
+        """Decide what follows the attempt that this failure has ended."""
         commits = sorted({*self.run.disk.committed(), *self.run.memory().committed()})
         resumed = _told(attempt, RESUMED)
-        if resumed is None:  # it did not come so far
+        if resumed is None:  # the attempt did not get that far
             resumed = reached = max(commits, default=0)
         else:
             row = last_row(self.run.metrics)
@@ -46,7 +48,7 @@ class Restarts:
         if failure.final:
             return RestartDecision(False), failed
         decision = decide(self.failures, commits, self.budget)
-        # What is decided next depends on it.
+        # Later decisions depend on it.
         self.failures[-1] = replace(failed, set_aside=decision.set_aside)
         return decision, self.failures[-1]
 

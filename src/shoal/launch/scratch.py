@@ -14,11 +14,11 @@ from shoal.train.scratch_files import run_name, scratch_root
 
 
 def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
-    """Refuse a directory that cannot hold what the ranks of a node keep there. Nothing is created."""
+    """Refuse a directory that cannot hold what the ranks of a node store there. Creates nothing."""
     root = scratch_root(job, run)
     if root is None:
         return
-    # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
+    # The maximum over all stages: ranks fill nodes stage by stage, so no node holds more.
     each = max(one.nvme for one in ledgers(job.workload()))
     updated = waiting(job.layout.offload, "optimizer")
     if updated is not None and updated.nvme:
@@ -32,9 +32,9 @@ def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
 
 
 def clear_scratch(job: Job, run: Path) -> None:
-    """Remove what runs that were killed have left there, this one's earlier attempts included."""
+    """Remove what killed runs have left there, including this run's earlier attempts."""
     if (root := scratch_root(job, run)) is not None:
         remove_leftovers(root)
         if job.config.offload.scratch is None:
             with suppress(OSError):
-                root.rmdir()  # which was made for it
+                root.rmdir()  # it was created for the run

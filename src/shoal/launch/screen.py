@@ -12,11 +12,13 @@ from shoal.facts.redact import printable
 
 
 class Console(console.Console):
-    """A name, a path or a row of data may hold anything, also codes that wipe what stands above."""
+    """Cleans what it prints: a name, a path or a row of data may contain anything, such as codes that erase earlier
+    lines.
+    """
 
     @property
     def file(self) -> IO[str]:
-        """Behind all that only cleans text, a live line's own stream too: the codes that pass here are rich's."""
+        """The stream behind any text-cleaning stream, for a live line too: all codes that pass here are rich's."""
         found = super().file
         while (inner := getattr(found, "rich_proxied_file", None)) is not None:
             found = inner

@@ -1,4 +1,6 @@
-"""``shoal train`` with a parameter server: the agent has the servers; workers are started here, and again when lost."""
+"""``shoal train`` with a parameter server: the agent runs the servers; workers are started here, and again when
+lost.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from shoal.train.guard.watchdog import Limits
 from shoal.train.run_directory import RunDirectory
 from shoal.train.server.serve import LOST
 
-# Seconds in which a process whose links are closed has ended, unless it hangs.
+# Seconds within which a process ends after its links are closed, unless it hangs.
 LINGERS = 1.0
 
 
 class ServedSupervisor(Supervisor):
-    """Its servers are restarted together, as ranks are; each of its workers by itself, while the others go on."""
+    """Servers are restarted together, as ranks are; each worker separately, while the others continue."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class ServedSupervisor(Supervisor):
         self.worker_entrypoint = entrypoint
         self._workers: dict[int, BaseProcess] = {}
         self._incarnations: dict[int, int] = {}
-        self._losses: dict[int, int] = {}  # of a worker, since the last step that was recorded
+        self._losses: dict[int, int] = {}  # per worker, since the last recorded step
         self._seen_step = 0
         self._round = 0
         self._hopeless: Failure | None = None
@@ -54,7 +56,7 @@ class ServedSupervisor(Supervisor):
             self._end_all()
 
     def _watch_over(self, limits: Limits) -> None:
-        """Servers wait for workers and not for each other; a worker that does not answer is theirs to notice."""
+        """Servers wait for workers and not for each other, and they notice a worker that does not respond."""
         self.watchdog = None
 
     def _look_around(self) -> None:
@@ -81,7 +83,7 @@ class ServedSupervisor(Supervisor):
             if process.exitcode is None and attempt.read(LOST.format(number)) == str(
                 self._incarnations[number]
             ):
-                # Links of a worker that was killed are gone a moment before it is.
+                # A killed worker's links are gone a moment before the process is.
                 process.join(LINGERS)
                 if process.exitcode is None:
                     process.kill()
@@ -90,7 +92,7 @@ class ServedSupervisor(Supervisor):
             if process.exitcode is None or process.exitcode == 0:
                 continue
             if process.exitcode == server.LOST_A_SERVER:
-                # A server that dies takes its workers along: what is to be told is its death, seen a moment later.
+                # A server that dies takes its workers along: the death to report is the server's, seen a moment later.
                 self.agent.crew.note_ends(LINGERS)
                 if self.agent.crew.ended:
                     return
@@ -111,7 +113,7 @@ class ServedSupervisor(Supervisor):
                 action=action,
                 message=f"{message}; its log: {log}",
             )
-            # What it could not write itself, where one looks who wonders what became of it.
+            # Written on the worker's behalf, where users look for what happened to it.
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"{message} at step {step}; {action}\n")
             if again:

@@ -41,21 +41,21 @@ LOST_A_SERVER = 4
 
 
 def run_server(assignment: Assignment) -> Outcome | None:
-    """The process of one server: a rank like any other, that holds a shard and trains nothing."""
+    """The process of one server: a rank like any other, except that it only holds a shard and trains nothing."""
     job = assignment.job
     own = server_job(job)
     return work(replace(assignment, job=own), main=partial(serve, job))
 
 
 def server_job(job: Job) -> Job:
-    """What servers are to each other: ranks on the CPU that share out states and parameters."""
+    """The servers' job: ranks on the CPU that shard states and parameters."""
     count = job.config.server.servers
     layout = Layout(fsdp=count, zero=1) if count > 1 else Layout()
     return replace(job, layout=layout, cluster=notation.find(f"{count}xcpu"))
 
 
 def begin_worker(entrypoint: str, arguments: tuple[Any, ...]) -> None:
-    """The first line of a worker, which calls "module:function"."""
+    """A worker's first line, which calls "module:function"."""
     module, _, function = entrypoint.partition(":")
     getattr(importlib.import_module(module), function)(*arguments)
 
@@ -68,7 +68,7 @@ def work_for_servers(
     port: int,
     announce: Announce = unheard,
 ) -> None:
-    """The process of one worker, from its first line to its last; it exits with 0 only where its work is over."""
+    """A worker's process, from first to last line; it exits with 0 only if its work is done."""
     end_with_launcher()
     own_session()
     os.umask(OWNER_ONLY)
@@ -86,14 +86,14 @@ def work_for_servers(
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        # Past the interpreter's own report, and past threads of links that are gone.
+        # Skip the interpreter's own report, and threads of links that are gone.
         os._exit(LOST_A_SERVER if isinstance(error, LinkLost) else 1)
     sys.stdout.flush()
     os._exit(0)
 
 
 def _links(attempt: SignedStore, number: int, incarnation: int, servers: int) -> Sequence[ServerLink]:
-    # A server that is gone closes the link at once; one that lives may have all work handed out for long.
+    # A dead server closes the link at once; a live one may have no work left to hand out for a long time.
     return [
         ServerLink(attempt.plain, link_name(number, incarnation, server), WORKER, PATIENCE)
         for server in range(servers)
@@ -101,7 +101,7 @@ def _links(attempt: SignedStore, number: int, incarnation: int, servers: int) ->
 
 
 def _alone(job: Job, number: int) -> Mesh:
-    """A world of one rank, with the device and the threads that this worker of several has."""
+    """A world of one rank, with this worker's device and threads."""
     interface = interface_of(job.config.cluster.interface)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     device = torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Imported first by the server that workers are forked from: it ends with its launcher, whatever it is doing, and looks
-for no garbage while it imports, which takes a fifth of the time and finds nothing.
+"""First import of the fork server: makes it end with its launcher, and disables garbage collection during imports,
+which would take a fifth of the time and find nothing.
 
-Left to itself, it would notice that its launcher is gone only once torch is imported, half a minute later on a busy
-machine, and until then keep the terminal's pipe open. Only Linux can tell a process so; elsewhere it is late.
+Otherwise the server would notice a dead launcher only after torch is imported, half a minute later on a busy machine,
+and keep the terminal's pipe open until then. Only Linux can signal a parent's death; elsewhere the server ends late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 if sys.platform == "linux":
-    # Meant for this process alone: those that it forks do not inherit it, and watch their launcher themselves.
+    # For this process only: forked workers do not inherit it, and watch their launcher themselves.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 gc.disable()  # until server_last.py

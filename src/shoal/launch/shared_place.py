@@ -1,4 +1,4 @@
-"""Whether several nodes see the same run directory and the same checkpoints: one leaves a token, others look."""
+"""Check whether several nodes see the same run directory and checkpoints: one leaves a token, others look for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARK = ".shared"
 
 
 def leave_token(run: RunDirectory, token: str) -> None:
-    """Where other nodes will look for it."""
+    """Write it where other nodes will look."""
     with private_files():
         replace_text(run.path / MARK, token + "\n")
     if isinstance(run.disk, ObjectStore):
@@ -26,7 +26,7 @@ def shares_directory(run: RunDirectory, token: str) -> bool:
 
 
 def check_state_is_shared(run: RunDirectory, token: str, node: str, first: str) -> None:
-    """Refuse a node that would read other checkpoints than the ``first`` one writes."""
+    """Refuse a node that would read other checkpoints than the ``first`` node writes."""
     if shares_directory(run, token):
         return
     if not isinstance(run.disk, ObjectStore):

@@ -13,21 +13,21 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Handler = Callable[[int, FrameType | None], None]
 
 
-# Stop signals that this command has answered with KeyboardInterrupt. A library that is being imported may catch that.
+# Stop signals that this command answered with KeyboardInterrupt, which a library being imported may have caught.
 interrupts: list[int] = []
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """All stop signals alike, SIGINT too: a shell's background job would find it ignored."""
+    """Treat all stop signals alike, SIGINT too, which a shell's background jobs ignore by default."""
     interrupts.append(number)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def stoppable(handler: Handler, signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Send these signals to ``handler`` within the body; afterwards they do what they did before.
+    """Send these signals to ``handler`` within the block; restores the previous handlers afterwards.
 
-    An earlier interrupt that a library caught, and with it the user's wish to stop, is raised again.
+    Raises again an earlier interrupt that a library caught, so that the user's stop request is not lost.
     """
     if interrupts:
         raise KeyboardInterrupt

@@ -38,19 +38,21 @@ from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.guard.watched_ranks import LocalRanks
 from shoal.train.run_directory import RunDirectory
 
-# Between two looks at the workers. The end of one is noticed at once.
+# Seconds between two looks at the workers. A worker's end is noticed at once.
 LOOK_SECONDS = 0.05
-# torch counts restarts from the beginning of a run, however long it goes well. We count those without any progress.
+# torch counts restarts from the beginning of a run, however long it goes well. We count those without progress.
 AS_OFTEN_AS_WE_SAY = 10**9
 
-# How long we wait for the agent's thread once its workers were told to end.
+# How long to wait for the agent's thread after its workers were told to end.
 END_SECONDS = 30.0
 
 
 class Supervisor:
-    """One call of ``shoal train``: the agent works in a thread, so that signals and the screen have the main one."""
+    """One call of ``shoal train``. The agent runs in a thread, so that the main thread handles signals and the
+    screen.
+    """
 
-    leads = True  # whether it writes what is written once a run
+    leads = True  # whether it writes what is written once per run
 
     def __init__(
         self,
@@ -61,10 +63,10 @@ class Supervisor:
         entrypoint: str,
         devices: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``entrypoint``: what workers call, as "module:function". ``devices``: how many there are now, for some may be
-        gone after a fault; None where any number will do.
+        """``entrypoint``: what workers call, as "module:function". ``devices``: how many exist now, because a fault
+        may have removed some; None if any number of ranks can run.
         """
-        # What they have to say, we say ourselves, once and in a line.
+        # We report the same things ourselves, once and in a line.
         for chatty in (
             "torch.distributed.elastic",
             "torch.multiprocessing.spawn",
@@ -74,11 +76,11 @@ class Supervisor:
         self.job, self.run, self.dataset = job, run, dataset.resolve()
         self.entrypoint = entrypoint
         self.console, self.devices = console, devices
-        self.name = secrets.token_hex(4)  # of this launch at the run
+        self.name = secrets.token_hex(4)  # names this launch of the run
         self.rendezvous = self._meet()
         self.rendezvous.store.on_forgery(self._note_tampering)
         self.logs = LogRedactor()
-        self.logs.redact(run.logs, self._my_logs())  # of an earlier launcher, which may have been killed
+        self.logs.redact(run.logs, self._my_logs())  # logs of an earlier launcher, which may have been killed
         self.restarts = Restarts(run, job.config.fault.max_restarts)
         self.watchdog: Watchdog | None = None
         self.spec = WorkerSpec(
@@ -92,14 +94,14 @@ class Supervisor:
         self.agent = Agent(self.spec, self._ended_well)
         self.result: RunResult | None = None
         self.error: BaseException | None = None
-        self._seen: dict[str, Any] = {}  # what the watchdog saw of the present attempt's end
-        self._watching = threading.RLock()  # held while it looks, and while the attempt is judged
+        self._seen: dict[str, Any] = {}  # the watchdog's verdict on the current attempt
+        self._watching = threading.RLock()  # held while the watchdog looks, and while the attempt is judged
         self.asked = 0.0  # when a signal first asked to stop
-        self.told = False  # the workers know
+        self.told = False  # the workers have been told
         self.insisted = False  # a second Ctrl-C
 
     def _meet(self) -> Rendezvous:
-        """Where this attempt's workers will."""
+        """Open this attempt's rendezvous."""
         address = address_of(self.job.config.cluster.interface)
         timeout = self.job.config.fault.timeout
         return LoopbackRendezvous(self.run.path.name, timeout, self._before_round, address)
@@ -112,18 +114,18 @@ class Supervisor:
         attempt: str | None = None,
         set_aside: tuple[int, ...] = (),
     ) -> None:
-        """What the workers of the next round are to do, and those of so many nodes in all."""
+        """Set the work of the next round's workers, with the total number of nodes."""
         self.job, fault = job, job.config.fault
         self.spec.local_world_size = job.processes // nodes
         path = self.run.path.resolve()
         secret, name = self.rendezvous.store.secret, attempt or f"{self.name}-{number}"
         more = number, set_aside, self.run.node, nodes
         self.spec.args = (Assignment(self.entrypoint, job, path, self.dataset, secret, name, *more),)
-        # Without a limit of its own no rank is blamed, but torch's timeout still applies.
+        # Without a configured limit no rank is blamed, but torch's timeout still applies.
         self._watch_over(Limits.of(fault.stall or fault.timeout, fault.timeout, nodes))
 
     def _watch_over(self, limits: Limits) -> None:
-        """The ranks of the next round."""
+        """Watch the next round's ranks."""
         ranks = LocalRanks(self.run, range(self.job.processes), self.agent.processes)
         self.watchdog = Watchdog(ranks, limits) if self.job.config.fault.stall else None
 
@@ -147,20 +149,20 @@ class Supervisor:
                 self.error = GaveUp(Failure(0, str(error), False, time.time(), kind="tampered"), "")
                 self.result = None
             finally:
-                # Whatever ended the watch, no worker may go on unwatched.
+                # Whatever ended the watch, no worker may continue unwatched.
                 if thread.is_alive():
                     self._end_workers(thread)
                 self.logs.redact(self.run.logs, self._my_logs())
-                # It has the workers' records mapped.
+                # It maps the workers' records into memory.
                 self.watchdog = None
         return self._verdict()
 
     def _my_logs(self) -> list[Path] | None:
-        """Those that this launcher redacts; None: all."""
+        """The logs that this launcher redacts; None: all."""
         return None
 
     def _look_around(self) -> None:
-        """Often, while workers run."""
+        """Called often while workers run."""
         self.progress.poll()
         self._watch()
         self.rendezvous.store.look_after()
@@ -170,7 +172,7 @@ class Supervisor:
         self.console.print(message, markup=False)
 
     def _is_hopeless(self) -> bool:
-        """Whether there is nothing to wait for any more, although the agent has not ended."""
+        """Whether there is nothing left to wait for, although the agent has not ended."""
         return False
 
     def _ask_to_stop(self) -> None:
@@ -182,24 +184,26 @@ class Supervisor:
             while self._goes_on():
                 self.result = None
                 self.result = self.agent.run()
-        except BaseException as error:  # the main thread reports it
+        except BaseException as error:  # the main thread raises it
             self.error = error.with_traceback(None) if isinstance(error, GaveUp) else error
 
     def _goes_on(self) -> bool:
-        """Whether there may be another round although the workers of this one have ended well."""
+        """Whether another round may follow although this round's workers have ended well."""
         return False
 
     # Faults.
 
     def _before_round(self, number: int) -> None:
-        """Called by the agent before it starts the workers of a round: after the first, some attempt has failed."""
+        """Called by the agent before it starts a round's workers; after the first round, because an attempt has
+        failed.
+        """
         if number > 1:
             self._judge(number - 1)
             self._refit()
         self._assign(self.job, number)
 
     def _judge(self, ended: int) -> tuple[int, ...]:
-        """Whether there is another attempt after the one that has failed; which commits it does not go on from."""
+        """Decide whether to restart after a failed attempt; returns the commits not to resume from."""
         self.logs.redact(self.run.logs, self._my_logs())
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
@@ -215,7 +219,7 @@ class Supervisor:
         return decision.set_aside
 
     def _refit(self) -> None:
-        """Where devices are gone, go on with those that are left: another layout, the same run."""
+        """If devices are gone, continue the same run on the remaining ones in another layout."""
         there = self.devices()
         if there is None or there >= self.job.layout.world:
             return
@@ -231,33 +235,33 @@ class Supervisor:
 
     def _cause(self) -> Failure:
         store, attempt = self.rendezvous.store, self.rendezvous.attempt()
-        # Peers of a rank that stalls may give up while the watchdog still looks who it is: it is heard out.
+        # Peers of a stalled rank may abort while the watchdog still looks for it: wait for its verdict.
         with self._watching:
             return cause(store, attempt, self.job.processes, self._deaths())
 
     def _deaths(self) -> Sequence[Death]:
-        """Which ranks have ended, the first one first."""
+        """Which ranks have ended, first one first."""
         return self.agent.crew.deaths()
 
     def _step_of(self, rank: int) -> int:
-        """Which step a rank was in when it was last seen."""
+        """The step that a rank was in when last seen."""
         snapshot = FlightReader(self.run.flight(rank)).look()
         return snapshot.step if snapshot is not None else 0
 
     def _ended_well(self, rank: int) -> bool:
-        """Whether a rank, whose process is over, had nothing left to do: then its end is no failure."""
+        """Whether a rank whose process is over had nothing left to do, so that its end is no failure."""
         snapshot = FlightReader(self.run.flight(rank)).look()
         ours = self.agent.processes().get(rank)
         return snapshot is not None and snapshot.pid == ours and snapshot.phase == END
 
     def _watch(self) -> None:
-        """A stalled attempt is ended, and what was seen of it is kept. The agent decides whether another one begins."""
+        """End a stalled attempt, and keep the verdict. The agent decides whether another one begins."""
         crew = self.agent.crew
         if self.watchdog is None or crew.first_death is not None:
             return
         with self._watching:
             verdict = self.watchdog.poll()
-            # No attempt is judged meanwhile; but one that was judged before is none of ours any more.
+            # No attempt is judged meanwhile; but the current one may have been judged before.
             if verdict is None or crew is not self.agent.crew:
                 return
             where = f"stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
@@ -268,15 +272,17 @@ class Supervisor:
         self.agent.kill(crew)
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """The first signal asks; a later Ctrl-C insists. Schedulers repeat theirs, and mean no more by it."""
+        """The first signal requests a stop; a later Ctrl-C forces it. Schedulers repeat their signals without
+        meaning more.
+        """
         if self.asked and number == signal.SIGINT and time.monotonic() - self.asked > 1.0:
             self.insisted = True
         self.asked = self.asked or time.monotonic()
 
-    # The end.
+    # Ending.
 
     def _end_workers(self, thread: threading.Thread) -> None:
-        """Kill the workers; those that the agent starts in their place see that it is over."""
+        """Kill the workers; any that the agent starts in their place see that it is over."""
         over = Failure(0, "stopped by the launcher", False, time.time(), final=True)
         self.rendezvous.store.set(FATAL, json.dumps(asdict(over)))
         self.agent.kill()

@@ -1,4 +1,4 @@
-"""Evaluate trained weights on tasks of lm-eval, where that is installed."""
+"""Evaluate trained weights on tasks of lm-eval, if it is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDINGS = (".yaml", ".yml")
 
 
 def check_tasks(names: list[str], layout: str) -> None:
-    """What keeps tasks from being evaluated, said before any weights are read."""
+    """Report what prevents the tasks from running, before any weights are read."""
     if find_spec("lm_eval") is None:
         raise BadInput("--tasks needs lm-eval, which is not installed", "pip install lm_eval")
     if layout != "dp=1":
@@ -28,7 +28,7 @@ def check_tasks(names: list[str], layout: str) -> None:
 
 
 def score_tasks(job: Job, weights: str, names: list[str], limit: int | None) -> dict[str, dict[str, Any]]:
-    """lm-eval's results by task: each metric, by the names that it gives them."""
+    """lm-eval's results by task: each metric under lm-eval's own name."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -39,7 +39,7 @@ def score_tasks(job: Job, weights: str, names: list[str], limit: int | None) -> 
     manager = TaskManager(include_defaults=not files)  # its own tasks are thousands of files
     try:
         manager.load(names)
-    except Exception as error:  # whatever a data set's server or a task's own code raises
+    except Exception as error:  # whatever a dataset's server or a task's own code raises
         raise BadInput(
             f"--tasks {', '.join(names)}: lm-eval cannot load it: {first_line(error)}",
             "lm-eval ls tasks lists those it has; data of its tasks is fetched from the Hub, unless it is here",

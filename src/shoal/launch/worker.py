@@ -41,21 +41,21 @@ from shoal.train.loop import Guest, train
 from shoal.train.outcome import TRUSTED, Outcome
 from shoal.train.run_directory import RunDirectory
 
-# How long ranks wait for each other to start, at least, whatever a collective may take: it is all processor time, of
-# which a busy machine has little, and the launcher notices a rank that dies meanwhile.
+# The least time ranks wait for each other to start, whatever the collective timeout: starting is all processor time,
+# scarce on a busy machine, and the launcher notices a rank that dies meanwhile.
 START_SECONDS = 120.0
-# How long a new attempt waits for the last one's writer to be gone.
+# How long a new attempt waits for the previous one's writer to end.
 WRITER_SECONDS = 20.0
-# How long a rank that failed waits for the store to have its reason: the network to it may be what failed.
+# How long a failing rank waits for the store to have its reason: the network to the store may be what failed.
 TELL_SECONDS = 10.0
 
 
 def work(
     assignment: Assignment, guest: Guest | None = None, main: Callable[..., Outcome] = train
 ) -> Outcome | None:
-    """The process of one rank, from its first line to its last. None: an earlier attempt's error is final.
+    """The process of one rank, from first to last line. None: an earlier attempt's error is final.
 
-    ``main``: what it does among the others, once it has joined them.
+    ``main``: what the rank does once it has joined the others.
     """
     end_with_launcher()
     own_session()
@@ -75,19 +75,19 @@ def work(
         if left_out:
             print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        # One rank asks for all of them: what it hears travels with the step's first sum.
+        # One rank checks for all: the answer travels with the step's first all-reduce.
         asked = partial(_asked, store, attempt) if rank == 0 else bool
         local_rank, first = int(os.environ["LOCAL_RANK"]), partial(_agree, assignment, rank, attempt)
         return take_part(assignment, run, rank, local_rank, attempt, asked, restarts, first, guest, main)
     except Exception as error:
-        # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
+        # Report first: with a full disk there may be no log to print to, and the launcher may be gone as well.
         telling = threading.Thread(target=_tell, args=(store, attempt, rank, error), daemon=True)
         telling.start()
         telling.join(TELL_SECONDS)
         with contextlib.suppress(OSError):
             traceback.print_exc()
             sys.stderr.flush()
-        os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+        os._exit(1)  # skips the interpreter's report: the log has it, the terminal needs one line
 
 
 def take_part(
@@ -102,7 +102,7 @@ def take_part(
     guest: Guest | None = None,
     main: Callable[..., Outcome] = train,
 ) -> Outcome:
-    """A rank's work among the others: join them, once ``first`` has returned, and train to the end."""
+    """Join the other ranks, once ``first`` has returned, and train to the end."""
     with (
         _only_writer(run, rank),
         FlightRecorder(run.flight(rank)) as flight,
@@ -112,7 +112,7 @@ def take_part(
         announce(START, 0)
         watched = bool(assignment.job.config.fault.stall)
         if watched:
-            # Read when the first group is made; on gloo it has no effect.
+            # Read when the first group is created; no effect on gloo.
             os.environ.update({**nccl.settings(run.flights), **os.environ})
         first()
         mesh = init_rank(assignment.job, rank, local_rank, attempt, assignment.nodes, assignment.bound)
@@ -129,7 +129,7 @@ def take_part(
                 guest,
                 assignment.set_aside,
             )
-        # Together: who leaves first can no longer look after what others wait for in the store.
+        # Leave together: a rank that leaves early could no longer restore its store keys that others wait for.
         mesh.hosts.sum_integers([0])
         mesh.close()
         return outcome
@@ -143,7 +143,7 @@ def _tell(store: SignedStore, attempt: SignedStore, rank: int, error: Exception)
 
 
 def _asked(store: SignedStore, attempt: SignedStore) -> bool:
-    """To stop for good, or for as long as it takes to make room for another node."""
+    """Whether to stop for good, or just long enough to make room for another node."""
     return store.has(rendezvous.STOP) or attempt.has(rendezvous.REGROUP)
 
 
@@ -156,7 +156,7 @@ def _announce(
 
 
 def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:
-    """Ranks that were started with different configs would wait for each other forever, or train something else."""
+    """Compare configs first: ranks with different ones would wait for each other forever, or train something else."""
     job = assignment.job
     told = {
         "layout": str(job.layout),
@@ -164,7 +164,7 @@ def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:
         "model": job.model.model_dump_json(),
         "torch": torch.__version__,
     }
-    # The world as it was started: a layout's own may be what differs.
+    # The world as started: the layouts may be what differs.
     world = int(os.environ["WORLD_SIZE"])
     agree(attempt, rank, world, told, timedelta(seconds=_to_start(job)))
 
@@ -174,9 +174,10 @@ def _to_start(job: Job) -> float:
 
 
 def end_with_launcher() -> None:
-    """A launcher that was killed cannot stop its workers, so they watch it: its end closes a pipe that they hold.
+    """End when the launcher dies: a killed launcher cannot stop its workers, but its death closes a pipe that they
+    hold.
 
-    Its process id would not do: until its exit code is read, a dead process still has one.
+    Checking its process id would not do: until its exit code is read, a dead process still has one.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -189,7 +190,7 @@ def end_with_launcher() -> None:
 
 
 def own_session() -> None:
-    """What is meant for the launcher's terminal or its group does not reach us. We were born with signals blocked."""
+    """Detach from the launcher's terminal and process group. Workers are forked with signals blocked."""
     with contextlib.suppress(OSError):
         os.setsid()
     for number in (signal.SIGINT, signal.SIGUSR1):
@@ -209,7 +210,7 @@ def print_to(log: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(run: RunDirectory, rank: int) -> Iterator[None]:
-    """The rank that writes waits until the last attempt's writer is gone: it may outlive its launcher by a moment."""
+    """The writing rank waits until the last attempt's writer is gone, which may outlive its launcher by a moment."""
     if rank != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Apply a layout's strategies to a network from outside the model, in one function from top to bottom."""
+"""Apply a layout's strategies to a network from outside the model, in one function that reads top to bottom."""
 
 from __future__ import annotations
 
@@ -82,14 +82,16 @@ def apply(
     files: Files | None = None,
     blockwise: bool = False,
 ) -> Placed:
-    """Place a network built on the meta device, in the precision of its states. No rank ever holds more than its part.
+    """Place a network built on the meta device, in the dtype of its optimizer states. Each rank allocates only its
+    part.
 
-    ``fill`` gives the parameters that this rank updates their values. ``reduce_dtype``: the type in which gradients are
-    reduced, None for their own. ``group_of`` overrides the layout's parameter groups. ``compile_with``: torch.compile's
-    backend for the blocks, None to run them eager. ``fp8``: how operands of the blocks' products are scaled, None for
-    products in the compute precision. ``one_pass``: a step has one micro-batch, so that nothing is ever added to a
-    gradient and it can stay as it was computed. ``files``: where tensors offloaded ``@nvme`` go. ``blockwise``: the
-    optimizer keeps its states in blocks, which no rank's share may cut (``facts/blockwise.py``).
+    ``fill`` initialises the parameters that this rank updates. ``reduce_dtype`` is the dtype of gradient reductions;
+    None keeps each gradient's own. ``group_of`` overrides the layout's parameter groups. ``compile_with`` is
+    torch.compile's backend for the blocks; None runs them eager. ``fp8`` is how the operands of the blocks' matmuls are
+    scaled; None keeps matmuls in the compute precision. ``one_pass``: a step has a single micro-batch, so gradients
+    never accumulate and may keep the dtype they were computed in. ``files`` stores the tensors offloaded ``@nvme``.
+    ``blockwise``: the optimizer quantises its states in blocks, which no shard boundary may cut
+    (``facts/blockwise.py``).
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -98,14 +100,14 @@ def apply(
     fully, away = groups[DENSE].fully_sharded, waiting(layout.offload, "optimizer")
     resting = waiting(layout.offload, "params")
     summed = reduce_dtype or states
-    # Pipeline: keep the blocks of this rank's stages only. A tied embedding is needed at both ends of a pipeline, so
-    # it has two copies; strict mode makes two as well, because it rounds each end's gradient by itself.
+    # Pipeline: keep only the blocks of this rank's stages. A tied embedding is needed at both ends of a pipeline, so it
+    # gets two copies. Strict mode makes two copies as well, because it rounds the gradient of each end separately.
     own_head = layout.pp > 1 or strict
     segments = split_stages(network, my_stages(model, layout, mesh.coords["pp"], seq), own_head)
     blocks = [block for segment in segments for block in segment.network.model.layers.values()]
 
-    # Precision: FSDP keeps shards as wide as they are updated and gathers them as narrow as they are used. Everywhere
-    # else, and where the host updates, the network reads a narrow working copy.
+    # Precision: FSDP keeps shards in the dtype of the update and gathers them in the compute dtype. Everywhere else,
+    # and where the host runs the update, the network reads a narrow working copy.
     if compute.itemsize < states.itemsize:
         for segment in segments:
             if not fully or away is not None:
@@ -113,7 +115,7 @@ def apply(
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
                     _cast(mixture.experts, compute)
-            # Frozen weights are only read, so they never need the wider master.
+            # Frozen weights are only read, so they never need wider master weights.
             _cast(segment.network, compute, trained=False)
 
     # Tensor: keep this rank's slice of every matrix.
@@ -121,16 +123,16 @@ def apply(
         for segment in segments:
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
-    # QLoRA: freeze the base in 4 bits. No cut goes through a block of 64 values, so the bytes are the same in every
-    # layout.
+    # QLoRA: freeze the base in 4 bits. No shard boundary cuts a quantisation block of 64 values, so the bytes are the
+    # same in every layout.
     if model.adapters is not None and model.adapters.base == "nf4":
         pack_weights(blocks)
 
-    # Context: keep this rank's tokens of every row, and attend to all of them.
+    # Context: keep this rank's tokens of every row; attention still covers the whole row.
     split_sequence(blocks, mesh)
     for segment in segments:
         share_rows(segment.network, mesh)
-    # Experts: keep this rank's routed experts, and exchange tokens with the ranks of the others.
+    # Experts: keep this rank's routed experts and exchange tokens with the ranks that hold the others.
     if layout.ep > 1:
         for segment in segments:
             experts.split(segment.network, model, mesh)
@@ -148,11 +150,11 @@ def apply(
             blocks, layout.recompute, compile_with, mesh.group_of(meeting_in_blocks(layout))
         )
 
-    # Offload of activations: outermost, so that it sees only what recomputation still keeps.
+    # Activation offload: outermost, so that it sees only what recomputation still saves.
     if kept_away is not None:
         activations.watch(segments)
 
-    # Shard: FSDP, block by block. Only now do parameters get storage, and only for this rank's part.
+    # Shard: FSDP, block by block. Parameters get storage only now, and only for this rank's shard.
     if fully:
         for segment in segments:
             shard(segment, mesh, tune, compute, summed, groups)
@@ -164,11 +166,11 @@ def apply(
         materialize(segment, mesh.device, names)
         for parameter in segment.parameters():
             if not isinstance(parameter, DTensor) and parameter.requires_grad:
-                # A gradient to which nothing is added may stay as narrow as it was computed.
+                # A gradient that never accumulates may stay in the dtype it was computed in.
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    # Offload of weights: they rest off the device and are fetched as they are used.
+    # Weight offload: weights live off the device and are fetched as they are used.
     staged = None
     if resting is not None and resting.nvme and files is not None:
         staged = StagedFiles(files, memory)
@@ -180,7 +182,7 @@ def apply(
     held, still = (
         [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
     )
-    # Gradients: one reducer per parameter group, for ranks that shard, replicate or neither.
+    # Gradients: one reducer per parameter group: sharded, replicated or neither.
     bucket_bytes = round(tune.bucket_mb * 2**20)
     roots = {segment.stage.index: ShardedRoot(segment, segment.network) for segment in segments}
 
@@ -200,28 +202,28 @@ def apply(
     if len(parts) != 1:
         gradients = ComposedReducer(held, list(zip(summed_alike, parts, strict=True)))
     exact = StrictReducer(gradients, held, mesh) if strict else None
-    # Frozen parameters: after FSDP has set up its shards, because it moves the rows.
-    still = [replace(one, states=None) for one in still]  # read as they are: no master behind them
+    # Frozen parameters: only after FSDP has set up its shards, because FSDP moves the rows.
+    still = [replace(one, states=None) for one in still]  # only read: no master weights
     in_shards = [one for one in still if one.group.fully_sharded]
     whole = [one for one in still if not one.group.fully_sharded]
     frozen = [*frozen_weights(in_shards, mesh), *whole_weights(whole)]
     if lora:
-        in_shards, whole = [], []  # a base under adapters is in no checkpoint
+        in_shards, whole = [], []  # a frozen base under adapters is in no checkpoint
     elif still and segments[0].stage.first:
-        # Ranks and stages communicate in the backward pass, so it must go through every block, frozen or not.
+        # Ranks and stages communicate in the backward pass, so it must run through every block, frozen or not.
         segments[0].network.model.embed_tokens.register_forward_hook(
             lambda _, args, output: with_gradient(output)
         )
 
-    # Run: strict mode takes a weight's gradient where autograd delivers it, micro-batch by micro-batch.
+    # Run: strict mode takes each weight gradient where autograd delivers it, one micro-batch at a time.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
     routers = RouterTally(segments, model, mesh)
     executor = Executor(
         segments, mesh, exact or gradients, split_backward, strict, compiled is not None, routers
     )
-    # In strict mode a sum of two gradients is rounded once, as it is where both are on one rank.
+    # In strict mode the sum of two gradients is rounded once, as it is where one rank holds both.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
-    # Offload of optimizer states: gradients leave for the host as early as they are complete.
+    # Optimizer offload: send gradients to the host as soon as they are complete.
     offloaded = None
     if away is not None:
         in_files = files if away.nvme else None
@@ -233,10 +235,10 @@ def apply(
                     for block in blocks:
                         before_backward(block, offloaded.let_go_but_last)
             blocks[-1].register_forward_pre_hook(offloaded.let_go)
-    # Gathers of ZeRO-1 and 2, and fp8 scales, read weights right after an update: they must wait for it.
+    # ZeRO-1/2 all-gathers and fp8 scales read weights right after an update, so they must wait for it.
     reads_ahead = None
     if float8 is None and not any(isinstance(part, ShardedStates) for part in parts):
-        # What is read from files is, one unit further.
+        # Weights in files are read one unit further ahead.
         further = 1 + (staged is not None)
         reads_ahead = layout.unit * (tune.prefetch + further) if fully else int(fetched is not None)
     placed = Placed(
@@ -266,9 +268,9 @@ def apply(
 
 
 def _summed_alike(held: list[HeldParameter]) -> list[list[HeldParameter]]:
-    """Parameters by the reducer that sums their gradients: one per group, and one for all that FSDP shards.
+    """Group parameters by the reducer that sums them: one list per parameter group, and one for all that FSDP shards.
 
-    FSDP walks through a segment once, whichever ranks share a unit, so its groups stay together.
+    FSDP walks a segment once, whichever ranks share a unit, so its groups stay together.
     """
     together: dict[ParameterGroup | None, list[HeldParameter]] = {}
     for one in held:
@@ -279,7 +281,7 @@ def _summed_alike(held: list[HeldParameter]) -> list[list[HeldParameter]]:
 def _leave_early(
     part: Reducer, offloaded: OffloadedStates, shared: SharedGradients, compute: torch.dtype
 ) -> None:
-    """Send gradients to the host during the backward pass, where they are complete by then."""
+    """Send gradients to the host during the backward pass, wherever they are already complete there."""
     if isinstance(part, FullyShard):
         for piece in part.pieces:
             if piece.working is not None:
@@ -292,15 +294,15 @@ def _leave_early(
     elif isinstance(part, NoReducer):
         for piece in part.pieces:
             if piece.away is not None and not shared.sums(piece):
-                # A single data rank: the host adds up, so nothing is added here.
+                # A single data rank: the host accumulates, so the device adds nothing to this gradient.
                 piece.held.parameter.grad_dtype = compute
                 offloaded.take_early(piece.held.parameter, piece, stays=False)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, trained: bool = True) -> None:
-    """Give parameters on the meta device another precision; tied ones stay tied. ``trained``: not only frozen ones.
+    """Cast meta-device parameters to ``dtype`` and keep tied ones tied. ``trained=False`` casts only frozen ones.
 
-    Not by ``module.to``: it swaps tensors without storage, and refuses where something else holds a reference.
+    ``module.to`` would not do: it swaps storageless tensors and fails if anything else holds a reference to one.
     """
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():

@@ -1,6 +1,7 @@
-"""Batch norms of a module that Shoal did not build: their statistics are those of all data ranks' rows.
+"""Batch norms of a module that Shoal did not build: their statistics cover the rows of all data ranks.
 
-A rank's own would make the result depend on the layout. Torch's SyncBatchNorm does the same, on GPUs alone.
+Statistics of one rank's rows would make the result depend on the layout. Torch's SyncBatchNorm does the same, but only
+on GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.parallel.tensor_region import all_reduce
 
 
 class SumBothWays(torch.autograd.Function):
-    """Forward: the sum over ranks, which all of them use. Backward: the sum of what it did on each."""
+    """Forward: all-reduce. Backward: all-reduce of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -33,13 +34,13 @@ class SumBothWays(torch.autograd.Function):
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Those that see one rank's rows."""
+    """Batch norms whose statistics cover only one rank's rows."""
     found = (one for one in module.modules() if isinstance(one, _BatchNorm))
     return [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]
 
 
 def share_statistics(norms: Sequence[nn.Module], group: dist.ProcessGroup, ranks: int) -> None:
-    """From now on batch norms see the rows of all ``ranks``, of which each has as many."""
+    """Make batch norms see the rows of all ``ranks``; every rank must have equally many."""
     for norm in norms:
         norm.forward = MethodType(_shared(norm.forward, group, ranks), norm)
 
@@ -52,7 +53,7 @@ def _shared(alone: Any, group: dist.ProcessGroup, ranks: int) -> Any:
         shape = [1, -1, *(1 for _ in x.shape[2:])]
         rest = [axis for axis in range(x.dim()) if axis != 1]
         count = x.numel() // x.shape[1] * ranks
-        # At least in fp32, as torch's own.
+        # At least fp32, as in torch's own.
         wide = x.float() if x.dtype.itemsize < 4 else x
         mean: Tensor = SumBothWays.apply(wide.sum(rest), group) / count
         away = wide - mean.view(shape)

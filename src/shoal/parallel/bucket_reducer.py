@@ -1,6 +1,6 @@
 """Reduce gradients in buckets during the backward pass, in the same order on every rank.
 
-Each is sent as soon as it and those before it are complete, behind the computation of earlier layers.
+Each bucket is sent as soon as it and all earlier ones are complete, overlapped with the computation of earlier layers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Filled(Protocol):
     """Parameters whose gradients are sent together."""
 
     held: list[HeldParameter]
-    missing: int  # gradients that have not arrived yet
+    missing: int  # gradients still to arrive
 
 
 AnyBucket = TypeVar("AnyBucket", bound=Filled)
 
 
 class BucketReducer(Generic[AnyBucket]):
-    """The buckets of a stage. They fill up from the last to the first layer, as the backward pass goes."""
+    """The buckets of a stage, filled from the last to the first layer as the backward pass goes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class BucketReducer(Generic[AnyBucket]):
         take: Callable[[AnyBucket, int], None] | None,
         send: Callable[[AnyBucket], None],
     ) -> None:
-        """``take`` is told of every gradient, ``send`` of every bucket whose gradients are complete."""
+        """``take`` is called with every gradient, ``send`` with every bucket whose gradients are complete."""
         self.buckets, self.take, self.send = cut, take, send
         self.listening = False
         self._next = 0
@@ -41,16 +41,16 @@ class BucketReducer(Generic[AnyBucket]):
                 one.parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
 
     def reset(self, listening: bool) -> None:
-        """A backward pass begins; unless ``listening``, its gradients only add up."""
+        """Start a backward pass; unless ``listening``, its gradients only accumulate."""
         self.listening = listening
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.held)
 
     def send_rest(self) -> None:
-        """No more gradients come: what was not sent yet goes now.
+        """Send all remaining buckets: no more gradients come.
 
-        That is all of it where weight gradients are computed apart from the backward pass, which no hook sees.
+        That is all of them if weight gradients are computed apart from the backward pass, which no hook sees.
         """
         for bucket in self.buckets[self._next :]:
             self.send(bucket)

@@ -1,17 +1,17 @@
-"""Compile blocks with torch.compile: one graph for the layers of all stages here, recomputation inside of it.
+"""Compile blocks with torch.compile: one graph for the layers of all local stages, with recomputation inside it.
 
-The compiler fuses what lies between matrix products. What a block keeps for its backward pass is not left to its
-heuristics: checkpointing goes around the block, inside the graph, and its policy keeps what ``facts/layout/kept.py``
-lists. Everything else is elementwise and is computed again inside the kernels of the backward pass.
+The compiler fuses what lies between matmuls. What a block saves for its backward pass is not left to the compiler's
+heuristics: checkpointing wraps the block inside the graph, and its policy keeps what ``facts/layout/kept.py`` lists.
+Everything else is elementwise and is recomputed inside the backward kernels.
 
-Blocks are alike but for their weights, which are inputs of the graph: it is traced once and serves all layers. Around
-``forward`` and not around the module, so that hooks, such as FSDP's, stay outside.
+Blocks differ only in their weights, which are inputs of the graph: it is traced once and serves all layers. Compilation
+wraps ``forward``, not the module, so that hooks, such as FSDP's, stay outside.
 
 A block whose experts are on several ranks is compiled in parts, around the exchange (``parallel/compile_parts.py``).
 
-If compilation fails on a rank, that rank runs eager from then on and says why. Most of its peers need not follow, for
-nothing is sent inside of their blocks. Ranks that meet there do: compiled blocks repeat less in their backward pass
-than eager ones, so these ranks agree on each block when they first meet it.
+If compilation fails on a rank, that rank runs eager from then on and says why. Most peers need not follow, because
+their blocks communicate nothing. Ranks that communicate inside blocks must: a compiled block recomputes less in its
+backward pass than an eager one, so these ranks agree on each block when they first reach it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from shoal.models import attention_blocks, attention_rectangle, varlen
 from shoal.parallel import ring
 from shoal.parallel.compile_parts import InParts, exchanges
 
-# What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
+# Operators that are expensive for the size of their result, by dispatcher name; names that a torch version lacks never
+# match.
 PRODUCTS = frozenset(
     {
         "aten::mm",
@@ -63,33 +64,33 @@ ATTENTION = frozenset(
         "flex_attention",
     }
 )
-# The rotated queries and keys come out of a concatenation: kept, a backward pass need not turn them again.
+# Rotated queries and keys come out of a concatenation: keeping it saves the rotation in the backward pass.
 ROTATED = frozenset({"aten::cat"})
-# Tokens sorted by expert: the order is small, and copies take as long to make as to write and read.
+# Tokens sorted by expert: the order is small, and making copies again costs as much as writing and reading them.
 SORTED, COPIED = frozenset({"shoal::sort_by_expert"}), frozenset({"shoal::spread"})
-# Results of collectives: with them no traffic is repeated.
+# Results of collectives: keeping them means no traffic is repeated.
 RECEIVED = frozenset({"_c10d_functional::wait_tensor"})
 KEPT: dict[Recompute, frozenset[str]] = {
     "none": PRODUCTS | ATTENTION | ROTATED | SORTED | COPIED | RECEIVED,
-    # Attention is repeated, but not a ring's: it would keep what came from all ranks, or send it again.
+    # Attention is recomputed, except ring attention: it would either keep what came from all ranks or send it again.
     "selective": PRODUCTS | ROTATED | SORTED | RECEIVED | {RING},
     "full": frozenset(),
 }
 
-# Training has one shape; what calls the blocks with others gets some of those compiled too.
+# Training has one shape; of other callers' shapes only a few are compiled too.
 MOST_SHAPES = 4
-# Graphs of one process: for each shape with and without gradients, and each window. Torch would stop at 8.
+# Graphs per process: one for each shape, with and without gradients, and each window. Torch would stop at 8.
 MOST_GRAPHS = 64
 
 Forward = Callable[..., Any]
 
 
 class CompiledBlocks:
-    """The compiled blocks of a rank, and what became of them."""
+    """A rank's compiled blocks, and how their compilation went."""
 
     # Compiled or not, a block's collectives are counted as they are issued (``observe/collectives.py``): a graph calls
     # them through torch's dispatcher, one by one. A step whose memory is tracked (``run.observe``) runs eager. The
-    # flight recorder, which wraps the methods that Python calls, does not see those that a graph issues.
+    # flight recorder, which wraps the Python methods, does not see those that a graph issues.
 
     def __init__(
         self,
@@ -98,14 +99,14 @@ class CompiledBlocks:
         backend: str,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """From now on these blocks run compiled. ``forward`` of each is eager, with recomputation applied.
+        """Make these blocks run compiled. Their ``forward`` must be eager, with recomputation applied.
 
-        ``group``: the ranks that meet inside of the blocks.
+        ``group``: the ranks that communicate inside the blocks.
         """
         _settings()
         self.group = group
         self.problem: str | None = None  # why blocks run eager after all
-        self.seconds = 0.0  # that compilation took, first runs included
+        self.seconds = 0.0  # seconds of compilation, including first runs
         self.shapes: set[torch.Size] = set()
         self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
         self._compiled = torch.compile(_checkpointed, backend=backend, dynamic=False, fullgraph=True)
@@ -130,7 +131,7 @@ class CompiledBlocks:
         return output if self._agreed(hidden.device) else eager(hidden, *others)
 
     def _graph(self, kind: Recompute, plain: Forward, module: nn.Module, *arguments: Any) -> Any:
-        """What ``plain`` gives, from a graph; where there can be none, it sends all the same what peers receive."""
+        """Run ``plain`` as a graph; where there can be none, run it eager and still join the peers' collectives."""
         if self.problem is None:
             try:
                 return self._compiled(kind, plain, module, *arguments)
@@ -139,7 +140,7 @@ class CompiledBlocks:
         return plain(module, *arguments)
 
     def _agreed(self, device: torch.device) -> bool:
-        """Whether all ranks that meet in the block go on in the same way; they do once none is compiled."""
+        """Whether all ranks that communicate in the block still run it compiled; if not, all fall back to eager."""
         if self.group is None:
             return self.problem is None
         failed = torch.tensor(int(self.problem is not None), device=device)
@@ -149,7 +150,9 @@ class CompiledBlocks:
         return not failed
 
     def _takes(self, shape: torch.Size) -> bool:
-        """Shapes that are trained on. Others, such as those of a text that grows by a token at a time, run eager."""
+        """Whether to compile for a shape: training shapes only. Others, such as a text that grows token by token, run
+        eager.
+        """
         if torch.is_grad_enabled() and len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shape)
         return shape in self.shapes
@@ -157,9 +160,10 @@ class CompiledBlocks:
 
 @contextmanager
 def _gradients_aside(block: nn.Module) -> Iterator[None]:
-    """Gradients may be wider than their parameters (``grad_dtype``), which the compiler refuses to trace.
+    """Hide gradients while tracing: they may be wider than their parameters (``grad_dtype``), which the compiler
+    refuses.
 
-    They are there when a block first meets a shape in the midst of training, as an evaluation's.
+    Gradients exist when a block first meets a shape in the middle of training, as in an evaluation.
     """
     held = [(parameter, parameter.grad) for parameter in block.parameters() if parameter.grad is not None]
     for parameter, _ in held:
@@ -172,9 +176,9 @@ def _gradients_aside(block: nn.Module) -> Iterator[None]:
 
 
 def _checkpointed(kind: Recompute, plain: Forward, module: nn.Module, *arguments: Any) -> Any:
-    # The kind by its name, which the compiler checks; a context given as an argument it takes for any other.
+    # Pass the kind by name, which the compiler guards on; contexts passed as arguments all look alike to it.
     context = CONTEXTS[kind]
-    # Random numbers are hashes here, so there is no generator whose state would have to be kept.
+    # Random numbers are hashes here, so there is no generator state to keep.
     return checkpoint(plain, module, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
 
 
@@ -185,8 +189,8 @@ def _keep(
     return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Contexts of checkpointing. Functions of the module, for torch's cache on disk has to find them by name; by their hash
-# it knows that a policy is the one it compiled with.
+# Checkpointing contexts. They are module-level functions because torch's on-disk cache looks them up by name; their
+# hash tells it that the policy is the one it compiled with.
 
 
 def keep_for_none() -> Any:
@@ -197,8 +201,8 @@ def keep_for_selective() -> Any:
     return create_selective_checkpoint_contexts(partial(_keep, KEPT["selective"]))
 
 
-# A block's input alone. By a policy too: without one torch 2.11 does not look into functions of autograd, and keeps the
-# products in there (of a QLoRA 8B 0.5 GB a block).
+# Keep a block's input alone. This needs a policy too: without one, torch 2.11 does not look into autograd functions and
+# keeps the matmuls inside them (0.5 GB per block of a QLoRA 8B).
 def keep_for_full() -> Any:
     return create_selective_checkpoint_contexts(partial(_keep, KEPT["full"]))
 
@@ -214,50 +218,51 @@ for kind, context in CONTEXTS.items():
 
 
 def _settings() -> None:
-    """Of this process. They are private to torch, and the only way to say so; 2.11 to 2.13 have them."""
+    """Set process-wide compiler settings. They are private to torch and the only way; torch 2.11 to 2.13 have them."""
     import torch._dynamo.config
     import torch._functorch.config
 
-    # What is kept on disk knows graphs, and of our own operators nothing but their names.
+    # The on-disk cache knows graphs, but only the names of our custom operators.
     torch.compiler.config.cache_key_tag = _operators_hash()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
     functorch: Any = torch._functorch.config
     for name in (
-        # With the forward pass: an error in a backward pass would come when it is too late to run eager.
+        # Compile the backward with the forward pass: an error in the backward pass would come too late to fall back to
+        # eager.
         "force_non_lazy_backward_lowering",
-        # What is kept on disk are graphs and kernels. Functions of autograd are in a graph with all that they do.
+        # The on-disk cache holds graphs and kernels. A graph includes all that its autograd functions do.
         "enable_autograd_cache",
         "autograd_cache_allow_custom_autograd_functions",
     ):
         if hasattr(functorch, name):
             setattr(functorch, name, True)
-    # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
+    # It warns that a region with a policy must not mutate tensors in place. Blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def _operators_hash() -> str:
-    """Changes with the files whose operators blocks call: how they differentiate is in no graph's text."""
+    """A hash of the files that define the operators of blocks: a graph's text does not show how they differentiate."""
     modules = (varlen, attention_blocks, attention_rectangle, ring)
     sources = (Path(module.__file__ or "").read_bytes() for module in modules)
     return blake3(b"".join(sources)).hexdigest(16)
 
 
 def _followed() -> bool:
-    """Whether an observer wants to see every operator, as ``observe/memory.py`` does: torch compiles nothing then."""
+    """Whether an observer wants to see every operator, as ``observe/memory.py`` does: torch then compiles nothing."""
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     return any(not mode.ignore_compile_internals() for mode in modes)
 
 
 class CacheCounts(NamedTuple):
-    """Graphs of this process that were found compiled on disk, and those that were not."""
+    """How many of this process's graphs were found in the on-disk cache, and how many were not."""
 
     hits: int
     misses: int
 
 
 def cache_counts() -> CacheCounts:
-    """As torch counts them, in a place that is private to it (2.11 to 2.13)."""
+    """Torch's own counts, from a private place (2.11 to 2.13)."""
     from torch._dynamo.utils import counters
 
     graphs = counters["inductor"]
@@ -267,7 +272,7 @@ def cache_counts() -> CacheCounts:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch raises where it cannot trace or compile; whatever else a block raises is its own error."""
+    """The exceptions torch raises when it cannot trace or compile; anything else a block raises is its own error."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit

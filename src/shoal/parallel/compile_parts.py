@@ -1,12 +1,11 @@
-"""A block whose experts are on several ranks, compiled in parts around the exchange of tokens.
+"""Compile a block whose experts are on several ranks in parts, around the token exchange.
 
-A rank learns how many tokens it receives only when they arrive, and the host has to read that number: no graph can
-cover it. So each of these is a graph, the same one for all layers: attention and router with the sorting of tokens;
-experts that every token uses; routed experts, whatever number of tokens they are given; their results, back in their
-places and added up; the way out of the block.
+A rank learns how many tokens it receives only when they arrive, and the host has to read that number, so no graph can
+span it. Each of these is therefore one graph, shared by all layers: attention, router and the sorting of tokens; shared
+experts; routed experts, for any number of tokens; their results, put back in place and summed; the rest of the block.
 
-Each part keeps for its backward pass what the layout's recomputation says, and with it what it was given: exchanges are
-not repeated. ``full`` keeps the block's input alone, so there the parts are run again, exchanges and all, and in order.
+Each part saves for its backward pass what the layout's recomputation keeps, plus its own inputs: exchanges are not
+repeated. ``full`` keeps only the block's input, so there the parts run again, exchanges included, in order.
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ from shoal.models.decoder import Block
 from shoal.models.documents import Documents
 from shoal.models.experts import AllHere, Arriving, MixtureOfExperts, Order, Routed, RoutedExperts, Sent, mix
 
-# Runs a function of a module, given first, as a graph; the kind says what it keeps.
+# Runs a module's function, its first argument, as a graph; the kind says what the graph keeps.
 Graph = Callable[..., Any]
-# The compiler takes sizes 0 and 1 for constants: a graph of its own for each, and so few tokens need none.
+# The compiler treats sizes 0 and 1 as constants: each would be a graph of its own, and so few tokens need none.
 FEWEST_TOKENS = 2
 
 
 def exchanges(block: nn.Module) -> bool:
-    """Whether its tokens travel."""
+    """Whether the block exchanges tokens with other ranks."""
     mixture = block.mlp
     return isinstance(mixture, MixtureOfExperts) and not isinstance(mixture.travel, AllHere)
 
 
 class InParts:
-    """Takes the place of a block's forward."""
+    """Replaces a block's forward."""
 
     def __init__(self, block: nn.Module, graph: Graph, kind: Recompute) -> None:
         assert isinstance(block, Block) and isinstance(block.mlp, MixtureOfExperts)
         self.block, self.mixture, self.graph = block, block.mlp, graph
         self.again = kind == "full"
         self.kind: Recompute = "none" if self.again else kind
-        # In its forward, so that hooks that gather weights stay outside. Eager but where it is called from here.
+        # Called inside the experts' forward, so that hooks that gather weights stay outside. Eager unless called from
+        # here.
         self.compiled_experts = False
-        self.met: set[bool] = set()  # whether with gradients: ways in which there is a graph of the experts
+        self.met: set[bool] = set()  # with or without gradients: cases that have a graph of the experts
         experts: nn.Module = self.mixture.experts
         self.eager_experts = experts.forward
         experts.forward = self._experts
@@ -82,7 +82,7 @@ class InParts:
         finally:
             self.compiled_experts = False
         behind = self.block, after, x, mixed, shared, positions, noise
-        # A graph would keep something, and ask for it before the gradient reaches the experts: see their forward.
+        # A graph would keep something and need it before the gradient reaches the experts: see their forward.
         output: Tensor = _behind(*behind) if self.again else graph(kind, _behind, *behind)
         return output
 
@@ -96,11 +96,11 @@ class InParts:
         return mixed
 
     def _compute(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        assert weights is None  # they stay where the tokens came from
+        assert weights is None  # they stayed where the tokens came from
         if tokens.shape[0] >= FEWEST_TOKENS:
             return self._compute_compiled(tokens, ends)
         if torch.is_grad_enabled() not in self.met:
-            # All ranks now agree on what becomes of this block: there has to be a graph, if only of made-up tokens.
+            # All ranks now agree on this block's fate, so each needs a graph, if only of dummy tokens.
             made_up = tokens.new_zeros(FEWEST_TOKENS, tokens.shape[1]).requires_grad_(tokens.requires_grad)
             self._compute_compiled(made_up, torch.full_like(ends, FEWEST_TOKENS))
         return self.mixture.experts.compute(tokens, ends)

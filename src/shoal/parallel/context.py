@@ -1,9 +1,9 @@
 """Context parallelism (``cp``, ``cp_kind``): the ranks of a replica share each row's tokens.
 
-All of the network but attention works token by token, so a rank that is given its tokens with their places in the row
-(rotary angles and dropout follow from those) computes what one rank would for them. Attention is replaced from outside:
-``ring`` sends keys and values round, ``ulysses`` gives tokens for heads. The loss is a sum over targets, and every
-target is one rank's. Parameters are sharded, and gradients summed, over context ranks as over those of ``fsdp``.
+Everything except attention works token by token, so a rank given its tokens with their positions in the row (which
+rotary angles and dropout follow) computes what a single rank would for them. Attention is replaced from outside:
+``ring`` passes keys and values around, ``ulysses`` trades tokens for heads. The loss is a sum over targets, and every
+target belongs to one rank. Parameters are sharded, and gradients summed, over context ranks as over those of ``fsdp``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.parallel.ulysses import UlyssesAttend
 
 
 def split_sequence(blocks: list[nn.Module], mesh: Mesh) -> None:
-    """From now on these blocks attend to all tokens of a row, given those of this rank."""
+    """Make these blocks attend to all tokens of a row, given this rank's tokens."""
     layout, group = mesh.layout, mesh.group("cp")
     if group is None:
         return
@@ -39,7 +39,7 @@ def split_sequence(blocks: list[nn.Module], mesh: Mesh) -> None:
         else:
             attention.attend = UlyssesAttend(group, layout.cp, attention.attend)
         for mixture in mixtures(block):
-            # A sequence's tokens are counted over all of it.
+            # A sequence's tokens are counted over the whole sequence.
             mixture.gate.complete = _summed(mixture.gate.complete, group)
 
 
@@ -48,7 +48,7 @@ def _summed(counts_of: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> 
 
 
 class SequenceRows:
-    """A loss of whole rows, of which each context rank has some tokens."""
+    """A loss over whole rows, of which each context rank has some tokens."""
 
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
         self.group, self.index = group, index
@@ -62,7 +62,7 @@ class SequenceRows:
 
 
 def share_rows(network: Network, mesh: Mesh) -> None:
-    """From now on the network's loss is one of rows that context ranks share."""
+    """Make the network's loss cover rows that are shared by context ranks."""
     if (group := mesh.group("cp")) is not None:
         network.loss.rows = SequenceRows(group, mesh.coords["cp"])
 
@@ -74,7 +74,7 @@ class SequenceShare:
         self.layout, self.index = layout, index
 
     def of(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of whole rows. Documents stay those of the rows."""
+        """This rank's tokens of whole rows. Document boundaries stay those of the whole rows."""
         if self.layout.cp == 1:
             return batch
         return replace(
@@ -85,7 +85,7 @@ class SequenceShare:
         )
 
     def holder(self, place: int, length: int) -> tuple[int, int]:
-        """The rank that has a place of a row of that length, and where among its tokens."""
+        """The rank that has a position of a row of that length, and the token's index there."""
         return holder(self.layout, place, length)
 
     def _columns(self, rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Split weight gradients from input gradients, for schedules that fill pipeline bubbles with them.
 
-A projection's backward pass computes the gradient of its input, which the stage before is waiting for, and puts
-its weight's gradient aside: two tensors and a multiplication that can be done at any later time. What is small
-(norms, biases after a row split, embeddings) or at the end anyway (the head) is not put aside.
+A projection's backward pass computes the gradient of its input, which the previous stage is waiting for, and defers its
+weight gradient: two tensors and a matmul that can run at any later time. Small gradients (norms, biases after a row
+split, embeddings) and those at the end anyway (the head) are not deferred.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from shoal.models.linear import Linear, WeightGradient
 
 
 class Deferred:
-    """The weight gradients still to be computed, one heap for each (stage, micro-batch)."""
+    """The weight gradients still to be computed, one list for each (stage, micro-batch)."""
 
     def __init__(self) -> None:
         self.heaps: dict[tuple[int, int], list[WeightGradient]] = {}
-        # Where a backward pass puts what it leaves; None: it leaves nothing.
+        # Where the current backward pass defers its weight gradients to; None: it defers none.
         self.open: list[WeightGradient] | None = None
 
     def watch(self, module: nn.Module) -> None:
-        """From now on the projections inside leave their weight gradients here whenever a heap is open."""
-        # Whether a heap is open is a question for each backward pass; the compiler would ask once, while compiling.
+        """Make the projections inside defer their weight gradients whenever a list is open."""
+        # Whether a list is open changes between backward passes; the compiler would check it only once, while tracing.
         take = torch.compiler.disable(self.take)
         for child in module.modules():
             if isinstance(child, Linear):
@@ -51,7 +51,7 @@ class Deferred:
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd does: in the type that the parameter's gradients add up in, which may be wider than its own."""
+    """Accumulate as autograd does: in the parameter's ``grad_dtype``, which may be wider than its own dtype."""
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.grad_dtype)
     else:

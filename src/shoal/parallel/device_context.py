@@ -6,10 +6,10 @@ import torch
 
 
 def take(device: torch.device) -> None:
-    """Make it the current device, here and in the thread in which autograd will compute backward passes for it.
+    """Make this the current device, here and in the thread in which autograd will run backward passes for it.
 
-    That thread has no CUDA context until it launches a kernel. Where the first thing that it does is a matrix product,
-    as in a pipeline's stage, cuBLAS finds none, and torch warns and makes one. So let it launch something first.
+    That thread has no CUDA context until it launches a kernel. If its first operation is a matmul, as in a pipeline
+    stage, cuBLAS finds no context, and torch warns and creates one. So launch a kernel there first.
     """
     torch.cuda.set_device(device)
     leaf = torch.ones((), device=device, requires_grad=True)

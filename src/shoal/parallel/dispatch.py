@@ -1,8 +1,8 @@
-"""Tokens to the ranks of their experts, a copy for each expert, and the experts' results back.
+"""Dispatch tokens to the ranks of their experts, one copy per expert, and return the experts' results.
 
-Tokens, sorted by expert, are thereby sorted by rank. Ranks first tell each other how many come for each expert, then
-send the tokens, and the results go back the same way. No token is dropped, whatever the routing; an expert without
-tokens, or a rank whose experts have none, takes part all the same.
+Tokens sorted by expert are thereby sorted by rank. Ranks first exchange how many tokens come for each expert, then the
+tokens; the results return the same way. No token is dropped, whatever the routing. An expert without tokens, or a rank
+whose experts have none, takes part all the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.parallel.token_exchange import TokenExchange, arrive, depart
 
 
 class Features:
-    """What of each token travels: all of it."""
+    """The features of each token that a rank sends: all of them."""
 
     def outgoing(self, x: Tensor) -> Tensor:
         return x
@@ -31,7 +31,7 @@ class Features:
 
 
 class SplitFeatures(Features):
-    """Where each rank of a tensor group, which has all of its tokens, sends some features of each."""
+    """The features that a rank of a tensor group, which has all of its tokens, sends: some of each."""
 
     def __init__(self, tensor: dist.ProcessGroup, tp: int, index: int) -> None:
         self.tensor, self.tp, self.index = tensor, tp, index
@@ -40,12 +40,12 @@ class SplitFeatures(Features):
         return x.unflatten(-1, (self.tp, -1))[..., self.index, :]
 
     def incoming(self, mixed: Tensor) -> Tensor:
-        """All features, of which the others are zero: what leaves the block is the sum over the tensor group."""
+        """Pad to all features with zeros: the tensor group's sum at the end of the block completes them."""
         width = mixed.shape[-1]
         return nn.functional.pad(mixed, (self.index * width, (self.tp - 1 - self.index) * width))
 
     def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        # What is gathered has another order: under no name, so that experts read the one copy that there is.
+        # The gathered tensor has another order; it gets no name, so that only the copy that experts read stays alive.
         whole = Gather.apply(tokens[:, None], self.tensor, self.tp).flatten(1)
         partial = compute(whole, ends).unflatten(1, (self.tp, -1))
         part: Tensor = Scatter.apply(partial, self.tensor, self.tp)
@@ -53,17 +53,17 @@ class SplitFeatures(Features):
 
 
 class Dispatch:
-    """Sends a copy of a token to each of its experts."""
+    """Sends one copy of a token to each of its experts."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, experts: int, features: Features) -> None:
-        """``group``: None where a rank is alone on its node, and there is none to send to."""
+        """``group``: None if this rank is alone on its node, so there is no rank to send to."""
         self.group, self.ranks, self.experts, self.features = group, ranks, experts, features
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         return spread_by_expert(self.features.outgoing(x), chosen, self.experts)
 
     def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, SentTokens]:
-        # By rank, and of each rank by expert: how many tokens go there, and how many come from there.
+        # Per rank, and per expert of each rank: how many tokens go there, and how many come from there.
         ends = routed.order.ends.long()
         going = torch.diff(ends, prepend=ends.new_zeros(1)).view(self.ranks, -1)
         coming = self.told(going)
@@ -72,7 +72,7 @@ class Dispatch:
         return (depart(tokens, exchange),), SentTokens(self, exchange, coming)
 
     def told(self, going: Tensor) -> Tensor:
-        """What each rank says to this one, of what each says to every other."""
+        """Exchange counts: what each rank has for this one."""
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
         return coming
@@ -82,10 +82,10 @@ class Dispatch:
 
 
 class SentTokens:
-    """Tokens on their way to the ranks of their experts."""
+    """Tokens in flight to the ranks of their experts."""
 
     def __init__(self, dispatch: Dispatch, exchange: TokenExchange, coming: Tensor) -> None:
-        """``coming``: how many from each rank for each expert here."""
+        """``coming``: token counts by source rank and local expert."""
         self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
         self.home = TokenExchange(exchange.received, exchange.sent, exchange.group)
 
@@ -94,11 +94,11 @@ class SentTokens:
         return mix(self.results(self.computed(tokens, compute)), weights, order)
 
     def computed(self, arriving: Tensor, compute: Compute) -> Tensor:
-        """What experts made of them, on its way home."""
+        """Start sending back what the experts made of the tokens."""
         received = self.exchange.received
         arrived = arrive(arriving, self.exchange)
         del arriving
-        # What arrives is in order of the ranks that it comes from; experts want each its own.
+        # Tokens arrive ordered by source rank; experts need them grouped by expert.
         count = self.coming.shape[1]
         numbers = torch.arange(count, device=self.coming.device).repeat(self.dispatch.ranks)
         whose = numbers.repeat_interleave(self.coming.flatten(), output_size=sum(received))
@@ -106,9 +106,9 @@ class SentTokens:
         here: Tensor = Permute.apply(arrived, order.place, order.back)
         del arrived
         computed = self.dispatch.features.computed
-        # Under no name, so that nothing on the way takes room for longer than it has to.
+        # Unnamed, so that no intermediate holds memory longer than it must.
         return depart(Permute.apply(computed(compute, here, order.ends), order.back, order.place), self.home)
 
     def results(self, returning: Tensor) -> Tensor:
-        """In the order in which tokens were sent."""
+        """The results, in the order in which the tokens were sent."""
         return arrive(returning, self.home)

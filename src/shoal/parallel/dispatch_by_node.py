@@ -1,24 +1,24 @@
-"""Tokens to experts on several nodes: once to each node, and from there on to the ranks of their experts.
+"""Dispatch tokens to experts on several nodes: once to each node, then on to the ranks of their experts.
 
-A token's experts are often several of one node's, and links between nodes are slow. So it is sent once to each node
-that has one of its experts, to the rank of the same place there, with the numbers and weights of all its experts. That
-rank makes a copy for each of them that is on its node, sends these on over the node's links, adds up what comes back,
-each with its weight, and returns one sum. The backward pass goes the same way in reverse.
+A token often has several experts on the same node, and links between nodes are slow. So it is sent once to each node
+that has any of its experts, to the rank with the same local index there, along with the ids and weights of all its
+experts. That rank copies it for each of its experts on the node, sends the copies over the node's links, adds up the
+results with their weights, and returns one sum. The backward pass runs the same way in reverse.
 
     own tokens ─► one for each node ── across ──► a copy for each expert there ── inside ──► experts
                                                                                                 │
     sum over nodes ◄───────────────── across ──── sum, weighted ◄──────────────── inside ───────┘
 
-A rank's tokens travel in two parts (``facts/layout/expert_nodes.PARTS``), so that one is passed on inside a node while
-the other crosses between nodes or is computed:
+A rank's tokens travel in two parts (``facts/layout/expert_nodes.PARTS``), so that one part is forwarded inside a node
+while the other crosses between nodes or is computed:
 
     across    1 ─► 2 ─►                          1 ─► 2 ─►
     inside         1 ─► 2 ─►           1 ─► 2 ─►
     experts             1 ───► 2 ───►
 
-How many tokens come, and how many of them go on to whom, is told in two small messages before any token leaves, and
-read by the host once. A node may be one rank: then nothing is sent on, and a token travels once to each rank, all of
-them together.
+Two small messages, sent before any token leaves and read by the host once, say how many tokens come and how many of
+them are forwarded to which rank. A node may be one rank: then nothing is forwarded, and tokens travel once to each
+rank, all in one part.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from shoal.models.mix import mix_rows
 from shoal.parallel.dispatch import Dispatch, SentTokens
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
 
-# Numbers of experts travel as bits beside the tokens' values.
+# Expert ids travel as bits beside the tokens' values.
 AS_WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NodeDispatch:
-    """Sends a token to each node of its experts."""
+    """Sends a token once to each node of its experts."""
 
     def __init__(self, across: dist.ProcessGroup, split: Split, node: int, inside: Dispatch) -> None:
-        """``inside``: between the ranks of this node, the ``node``-th."""
+        """``inside``: dispatch between the ranks of this node, which is node number ``node``."""
         self.across, self.split, self.node, self.inside = across, split, node, inside
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-        """Tokens as they are; their order is by part and node, of those of their experts that are a node's first."""
+        """The tokens unchanged, and their order by part and node: a token counts once per node, at its first expert
+        there.
+        """
         nodes, count = self.split.nodes, chosen.shape[1]
         whose = chosen // self.split.experts_each
         earlier = torch.ones(count, count, dtype=torch.bool, device=chosen.device).tril(-1)
@@ -74,8 +76,8 @@ class NodeDispatch:
         return tuple(arriving), TokensOfNodes(parts)
 
     def _counts(self, order: Order, chosen: Tensor, sizes: list[int]) -> list[Counts]:
-        """Each node is told how many tokens come and how many copies are for which of its experts; with that its ranks
-        tell each other what they will pass on. Of each part.
+        """Exchange counts: each node learns how many tokens come and how many copies each of its experts gets; its
+        ranks then tell each other what they will forward. One result per part.
         """
         split = self.split
         nodes, ranks, parts, experts = split.nodes, split.ranks, split.parts, split.experts.count
@@ -83,11 +85,11 @@ class NodeDispatch:
         copies = chosen.new_zeros(parts * experts)
         whose = chosen + self._part_of_each(chosen) * experts
         copies.scatter_add_(0, whose.flatten(), torch.ones_like(chosen).flatten())
-        # To each node, of each part.
+        # For each node, per part.
         going = torch.cat([leaving.view(parts, nodes, 1), copies.view(parts, nodes, -1)], 2).transpose(0, 1)
         coming = torch.empty(going.shape, dtype=going.dtype, device=going.device)
         dist.all_to_all_single(coming, going.contiguous(), group=self.across)
-        # To each rank of this node, of each part.
+        # For each rank of this node, per part.
         onward = coming[:, :, 1:].sum(0).view(parts, ranks, -1).transpose(0, 1).contiguous()
         here = self.inside.told(onward) if ranks > 1 else onward
         numbers = leaving.view(parts, nodes), coming[:, :, 0].T, onward.sum(-1).T, here.sum(-1).T
@@ -102,13 +104,13 @@ class NodeDispatch:
         return self.inside.features.incoming(mixed)
 
     def _part_of_each(self, chosen: Tensor) -> Tensor:
-        """[tokens, 1]: the number of the part that a token travels in."""
+        """[tokens, 1]: the part that each token travels in."""
         numbers = torch.arange(len(chosen), device=chosen.device)
         return (numbers >= part_sizes(len(chosen), self.split.parts)[0]).long()[:, None]
 
 
 class Counts(NamedTuple):
-    """Of tokens to and from nodes; of copies to and from ranks of this one."""
+    """Counts of tokens to and from nodes, and of copies to and from ranks of this node."""
 
     sent: list[int]
     received: list[int]
@@ -120,9 +122,10 @@ class Counts(NamedTuple):
 def counts_on_host(
     counts: Tensor, lengths: list[int], split: Split, sizes: list[int], active: int
 ) -> list[list[list[int]]]:
-    """Of each part several divisions of rows, one after the other, as ``models.grouped_product.on_host`` reads them.
+    """For each part several row splits, one after the other, as ``models.grouped_product.on_host`` reads them.
 
-    ``sizes``: tokens of each part, of so many experts each. A dry run makes them up (``prove/balanced_routing.py``).
+    ``sizes``: tokens per part, each with ``active`` experts. A dry run makes the counts up
+    (``prove/balanced_routing.py``).
     """
     return [_cut(numbers, lengths) for numbers in counts.tolist()]
 
@@ -133,16 +136,16 @@ def _cut(numbers: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 class TokensOfNodes:
-    """Tokens on their way to the nodes of their experts."""
+    """Tokens in flight to the nodes of their experts."""
 
     def __init__(self, parts: list[PartOfTokens]) -> None:
         self.parts = parts
 
     def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, _: Mix) -> Tensor:
-        """One stretch of the way after the other, each of all parts: while one part travels the next is worked on.
+        """Run hop by hop, each over all parts: while one part travels, the next is worked on.
 
-        How many tokens have come is another number each time, so what was made of them is added up outside of graphs.
-        Autograd goes through it in reverse, and so does with gradients what this does with tokens.
+        The number of tokens that arrive changes every time, so their results are summed outside compiled graphs.
+        Autograd runs this in reverse and treats gradients as this treats tokens.
         """
         under_way = list(arriving)
         for number, part in enumerate(self.parts):
@@ -157,14 +160,14 @@ class TokensOfNodes:
 
 
 class PartOfTokens:
-    """Some of a rank's tokens, and what it passes on of those that come meanwhile."""
+    """Some of a rank's tokens, and what the rank forwards of the tokens that arrive meanwhile."""
 
-    # Of what has come, once it is passed on: the order of the copies, and the weight of each.
+    # Order and weight of the copies made of what arrived, once it is forwarded.
     here: Order
     weights: Tensor
 
     def __init__(self, dispatch: NodeDispatch, counts: Counts, order: Order, active: int) -> None:
-        """``order``: of own tokens, by node."""
+        """``order``: order of the rank's own tokens, by node."""
         self.dispatch, self.counts, self.order, self.active = dispatch, counts, order, active
         self.across = TokenExchange(counts.sent, counts.received, dispatch.across)
         self.home = TokenExchange(counts.received, counts.sent, dispatch.across)
@@ -173,9 +176,9 @@ class PartOfTokens:
         self.inside = SentTokens(inside, onward, counts.by_expert)
 
     def passed_on(self, arriving: Tensor) -> Tensor:
-        """A copy of what has come for each expert of this node, on its way there."""
+        """Start sending one copy of each arrived token to each of its experts on this node."""
         rows = arrive(arriving, self.across)
-        # Where none of the node's: behind all that are.
+        # Expert slots on other nodes sort behind all that are here.
         each, active = self.dispatch.split.experts_each, self.active
         kind = AS_WIDE[rows.element_size()]
         numbers = rows.detach()[:, -active:].contiguous().view(kind).long() - self.dispatch.node * each
@@ -189,17 +192,17 @@ class PartOfTokens:
 
     @property
     def _alone(self) -> bool:
-        """Whether this rank is all of its node."""
+        """Whether this rank is the whole node."""
         return self.dispatch.split.ranks == 1
 
     def computed(self, copies: Tensor, compute: Compute) -> Tensor:
-        """What this rank's experts made of what was passed on to them, on its way back."""
+        """Run this rank's experts on the copies forwarded to them, and start sending the results back."""
         if self._alone:
             return self.dispatch.inside.features.computed(compute, copies, self.here.ends)
         return self.inside.computed(copies, compute)
 
     def sent_home(self, returning: Tensor) -> Tensor:
-        """What this node's experts made of each token that has come, added up, on its way to where that came from."""
+        """Add up this node's results for each arrived token, and start sending the sums back to the tokens' ranks."""
         return depart(self._of_this_node(returning), self.home)
 
     def _of_this_node(self, returning: Tensor) -> Tensor:
@@ -207,14 +210,14 @@ class PartOfTokens:
         return mix(results, self.weights, self.here)
 
     def collected(self, returning: Tensor) -> Tensor:
-        """The sum over nodes, of own tokens."""
+        """The sum over nodes, for the rank's own tokens."""
         order = self.order
         added: Tensor = Collect.apply(arrive(returning, self.home), self.active, order.place, order.back)
         return added
 
 
 class _Open(torch.autograd.Function):
-    """Rows with weights and numbers of k experts → a copy of each token for every expert that is here, and weights."""
+    """Rows with weights and ids of k experts → one copy of each token per local expert, and the weights."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, active: int, place: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:

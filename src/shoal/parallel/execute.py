@@ -1,4 +1,4 @@
-"""Execute a pipeline schedule with stages of a network that Shoal built."""
+"""Run a pipeline schedule over stages of a network that Shoal built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Executor", "StepState"]
 
 
 class Executor(ScheduleExecutor):
-    """Runs the segments of one rank."""
+    """Runs this rank's segments."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Executor(ScheduleExecutor):
         compiled: bool = False,
         routers: RouterTally | None = None,
     ) -> None:
-        """As ``ScheduleExecutor``."""
+        """See ``ScheduleExecutor``."""
         super().__init__(segments, mesh, gradients, split_backward, compiled)
         self._network = segments[0].network
         self._compute = self._network.model.compute
@@ -53,15 +53,17 @@ class Executor(ScheduleExecutor):
         return self._hidden_shape(batch), self._compute
 
     def forward_backward(self, batches: list[MicroBatch], factor: float, scale: float = 1.0) -> list[Tensor]:
-        """Gradients of the losses times ``factor``; the loss's sums of each micro-batch whose end is here.
+        """Compute gradients of the losses times ``factor``; return the loss's sums of each micro-batch whose last stage
+        is here.
 
-        Batches have whole rows; of the losses of ranks that share them, each is a part. ``scale``: the part of the
-        factor that is also the routers' losses'.
+        Batches have whole rows; where ranks share rows, each rank's loss is a partial sum. ``scale``: the part of the
+        factor that also multiplies the routers' losses.
         """
         batches = [self.sequence.of(batch) for batch in batches]
         self.load_kernels(batches[0])
         for head in self.heads:
-            # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
+            # Strict mode needs each micro-batch's gradient separately. Otherwise the head's deferred gradients
+            # accumulate.
             head.start_step(factor, None if self.strict else PendingWeightGradient())
         if self.routers is not None:
             self.routers.start_step(scale)
@@ -69,17 +71,17 @@ class Executor(ScheduleExecutor):
 
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
-        """The loss's sums of each micro-batch (or the scores after ``place``) where the end of the network is here.
+        """The loss's sums of each micro-batch (or the logits after ``place``) where the network's last stage is here.
 
-        ``place`` counts the tokens that are here.
+        ``place`` counts local tokens.
         """
         batches = [self.sequence.of(batch) for batch in batches]
         self.load_kernels(batches[0], place)
         return self.forward_passes(batches, place)
 
     def scores(self, batch: MicroBatch, place: int) -> Tensor:
-        """The scores [rows, vocabulary] of the token after ``place`` of whole rows, on every rank of the replica."""
-        # Ranks without that token score another one: all of them take part in every exchange.
+        """Logits [rows, vocabulary] for the token after ``place`` of whole rows, on every rank of the replica."""
+        # Ranks without that token score another one: every rank must join every collective.
         holder, own = self.sequence.holder(place, batch.tokens.shape[1])
         here = self.forward_only([batch], own)
         size = (batch.tokens.shape[0], self._network.shape.vocab)
@@ -91,7 +93,7 @@ class Executor(ScheduleExecutor):
         return scores
 
     def _hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Of what passes from stage to stage: with sequence parallelism each rank sends its own tokens."""
+        """Shape of what passes between stages; with sequence parallelism each rank sends only its own tokens."""
         rows, length = batch.tokens.shape
         if self.layout.sp:
             length //= self.layout.tp

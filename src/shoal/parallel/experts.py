@@ -1,15 +1,15 @@
-"""Expert parallelism (``ep``): neighbouring data ranks hold different experts, and send each other tokens.
+"""Expert parallelism (``ep``): neighbouring data ranks hold different experts and send each other tokens.
 
-Of every layer with experts, each of ``ep`` ranks has an equal part of the routed ones, in order; all else of the
-network is what it is without ``ep``. Tokens are sent to the ranks of their experts (``dispatch.py``) or, where these
-are on several nodes, by way of a rank of each node (``dispatch_by_node.py``): ``facts/layout/expert_nodes.py`` decides.
+In every MoE layer, each of ``ep`` ranks has an equal, contiguous part of the routed experts; the rest of the network is
+as it is without ``ep``. Tokens are sent to the ranks of their experts (``dispatch.py``) or, if those are on several
+nodes, through one rank of each node (``dispatch_by_node.py``); ``facts/layout/expert_nodes.py`` decides.
 
-While tokens travel, the experts that every token uses are computed (``MixtureOfExperts.forward``); and in the backward
-pass, which goes the same way in reverse, while the tokens' gradients travel back.
+While tokens travel, the shared experts compute (``MixtureOfExperts.forward``). The backward pass runs the same way in
+reverse, and overlaps the same way with the gradients' travel.
 
-With tensor parallelism every expert's features are split too. All ranks of a tensor group then have all of its tokens:
-each sends its own 1/tp of the features of every token, so that over ``ep`` a token travels once, and the tensor group
-of the expert puts them together. Likewise on the way back.
+With tensor parallelism every expert's features are split too, and all ranks of a tensor group have all of its tokens.
+Each sends its own 1/tp of every token's features, so a token crosses ``ep`` once, and the expert's tensor group
+reassembles it. Results return the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.parallel.mesh import Mesh
 
 
 def split(network: Network, model: Model, mesh: Mesh) -> None:
-    """Keep this rank's experts of a network on the meta device, whose features may be split already."""
+    """Keep this rank's experts of a meta-device network, whose features may be split already."""
     assert model.experts is not None
     travel = _travel(mesh, model.experts)
     for mixture in mixtures(network):

@@ -1,9 +1,9 @@
-"""Products in fp8 (``recipe.precision = "fp8"``) for the projections of blocks, with the scales of their weights.
+"""fp8 matmuls (``recipe.precision = "fp8"``) for the projections of blocks, with the scales of their weights.
 
-A weight is rounded with the largest value of all of it, whichever ranks its parts are on, so that every layout rounds
-it alike. That is found once a step, when weights have changed: of what a rank holds, then over the ranks that hold the
-rest, all projections in one message. Embeddings, norms, biases and the head stay in bf16: the head's errors would be
-the loss's own, and the others are no products.
+A weight is quantised by the largest absolute value of the whole weight, whichever ranks hold its parts, so that every
+layout rounds it alike. The maximum is computed once per step, after the update: over the local part, then over the
+ranks that hold the rest, all projections in one message. Embeddings, norms, biases and the head stay in bf16: the
+head's errors would go straight into the loss, and the others are not matmuls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.parallel.mesh import Mesh
 
 
 class _Noted(NamedTuple):
-    """Where one weight's largest values, by row or by column, are noted."""
+    """Where one weight's maxima, by row or by column, are stored."""
 
     start: int
     slot: ScaleSlot
@@ -35,7 +35,7 @@ class Float8Scales:
     """The scales of all weights that a rank multiplies in fp8."""
 
     def __init__(self, blocks: list[nn.Module], scaling: Scaling, mesh: Mesh, sharded: bool) -> None:
-        """The blocks have left the meta device. ``sharded``: of each weight this rank holds some rows (FSDP)."""
+        """The blocks have left the meta device. ``sharded``: this rank holds some rows of each weight (FSDP)."""
         self.scaling, self.sharded, self.mesh = scaling, sharded, mesh
         layout = mesh.layout
         self.ranks = placement(layout.tp, layout.cp, layout.fsdp, layout.dp).sharded
@@ -46,20 +46,20 @@ class Float8Scales:
         noted: list[list[_Noted]] = []
         for linear in self.linears:
             linear.product = product
-            by_input = linear.reduce is not None  # how tensor ranks split it
+            by_input = linear.reduce is not None  # how tensor ranks split the weight
             outputs, inputs = linear.weight.shape
             slots = scale_slots(scaling, outputs, inputs, by_input)
             noted.append([_noted(sizes, slot) for slot in slots])
         self.most = {over: torch.zeros(size, device=mesh.device) for over, size in sizes.items()}
         self.scales = {over: torch.zeros_like(most) for over, most in self.most.items()}
-        # Of each weight, once and not in every step: where its largest values are noted.
+        # Computed once and not in every step: where each weight's maxima are stored.
         self.parts = [[self._view(self.most, one) for one in ones] for ones in noted]
         for linear, ones in zip(self.linears, noted, strict=True):
             linear.weight_scales = WeightScales(*(self._view(self.scales, one) for one in ones))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Weights have changed."""
+        """Recompute the scales after the weights have changed."""
         for most in self.most.values():
             most.zero_()
         if self.scaling == "tensorwise":
@@ -68,7 +68,7 @@ class Float8Scales:
             for linear, parts in zip(self.linears, self.parts, strict=True):
                 self._note_rows(linear.weight, *parts)
         for over_tp, most in self.most.items():
-            # What is rounded is bf16: working copies, or what FSDP gathers of wider shards.
+            # bf16 values are what gets quantised: working copies, or what FSDP gathers from wider shards.
             most.copy_(most.bfloat16())
             groups = [self.shards if self.sharded else None, self.mesh.group("tp") if over_tp else None]
             for group in groups:
@@ -77,7 +77,7 @@ class Float8Scales:
             self.scales[over_tp].copy_(scale_of(most, PRECISE))
 
     def _note_tensors(self) -> None:
-        """All weights in a few kernels: hundreds of small ones would keep the host from running ahead."""
+        """Maxima of all weights in a few kernels: hundreds of small ones would keep the host from running ahead."""
         held = [_local(linear.weight) for linear in self.linears]
         some = [(weight, parts[0]) for weight, parts in zip(held, self.parts, strict=True) if weight.numel()]
         if some:
@@ -91,7 +91,7 @@ class Float8Scales:
             backward.copy_(largest(held.T, self.scaling))
 
     def _first_row(self, weight: Tensor) -> int:
-        """Of what this rank has of a weight."""
+        """The first row of this rank's part of a weight."""
         if not isinstance(weight, DTensor):
             return 0
         return self.mesh.index_in(self.ranks) * even_share(weight.shape[0], self.ranks.size)

@@ -19,7 +19,7 @@ from shoal.parallel.shards import Shard
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """A piece, as other ranks know it."""
+    """Another rank's piece of a parameter."""
 
     box: Box
     start: int
@@ -48,13 +48,13 @@ class Collector:
             for name, piece in self.mine.items()
         }
         self.tables: list[dict[str, RemoteShard]] = [table] * mesh.world
-        # By way of the host: the first rank writes from there, and has no room for all on its device. Hosts of many
-        # ranks are not all connected, so there tensors go from device to device.
+        # Through host memory: the first rank writes from there, and its device has no room for everything. In large
+        # worlds not all hosts are connected, so there tensors go from device to device.
         self.group, self.device = mesh.control, torch.device("cpu")
         if mesh.control is None:
             self.group, self.device = mesh.everyone, mesh.device
         if mesh.world > 1:
-            # The first rank alone puts tensors together, so it alone has to know who holds what.
+            # Only the first rank assembles tensors, so only it needs to know who holds what.
             told = mesh.hosts.gather(json.dumps({name: entry.as_json() for name, entry in table.items()}))
             self.tables = [
                 {name: RemoteShard.from_json(fields) for name, fields in json.loads(text).items()}
@@ -64,14 +64,14 @@ class Collector:
         self._asked = 0
 
     def whole(self, name: str, value: Callable[[Shard], Tensor]) -> Tensor | None:
-        """The tensor of a parameter, made of ``value`` of each of its pieces; None but on the first rank.
+        """A parameter's whole tensor, assembled from ``value`` of each of its pieces; None except on the first rank.
 
         Every rank has to ask for the same names in the same order.
         """
         self._asked += 1
         if self.mesh.rank != 0:
             if name in self.mine:
-                # In a message it would take a first rank that is busy writing for a dead one.
+                # A send would time out and take the first rank for dead while it is busy writing.
                 self.mesh.hosts.wait(f"{self.name}-{self._asked}")
                 dist.send(
                     value(self.mine[name]).detach().to(self.device).reshape(-1), group=self.group, group_dst=0

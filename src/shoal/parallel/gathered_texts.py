@@ -1,6 +1,6 @@
-"""Texts of all ranks on the first, by way of the store: no rank reads more than a few dozen messages.
+"""Gather texts of all ranks on the first rank through the store, so that no rank reads more than a few dozen messages.
 
-The first of every 64 ranks gathers theirs, and hands them on together; so does the first of every 4,096.
+The first of every 64 ranks gathers their texts and passes them on together; so does the first of every 4,096.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def gather_texts(
     series: str | None = None,
     fan: int = FAN,
 ) -> list[str]:
-    """Every rank's text in the order of ranks, on the first rank; elsewhere nothing.
+    """Every rank's text in rank order, on the first rank; an empty list elsewhere.
 
-    ``series``: as the store has it, where keys are used again and again.
+    ``series``: see ``SignedStore.set``, for keys that are reused again and again.
     """
     every, stride = [text], 1
     while stride < world:

@@ -1,7 +1,8 @@
-"""Communication between the hosts of all ranks: small sums over gloo, and texts by way of the store.
+"""Communication between the hosts of all ranks: small sums over gloo, and texts through the store.
 
-A rank that works alone, as the first does in a commit, may take an hour. In a collective its peers would give up on it,
-so they wait for a key of the store. Should it die meanwhile, the launcher sees that and ends them all.
+A rank that works alone, as the first does in a checkpoint commit, may take an hour. In a collective its peers would
+time out, so they wait for a key of the store instead. If that rank dies meanwhile, the launcher sees it and ends them
+all.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from shoal.parallel.control_tree import ControlTree
 from shoal.parallel.gathered_texts import gather_texts
 from shoal.parallel.signed_store import SignedStore
 
-# For what a rank does alone: far beyond any commit, and still an end.
+# Timeout for work that one rank does alone: far longer than any commit, but finite.
 PATIENCE = timedelta(hours=6)
 
 
 class HostGroup:
-    """All ranks, each by its host. Every rank has to make the same calls in the same order."""
+    """All ranks, each represented by its host. Every rank has to make the same calls in the same order."""
 
     def __init__(
         self,
@@ -33,25 +34,25 @@ class HostGroup:
         group: dist.ProcessGroup | ControlTree | None,
         store: SignedStore | None,
     ) -> None:
-        """``group`` has all ranks, None if there is one. Without a ``store`` texts travel in collectives too."""
+        """``group`` has all ranks, None if there is only one. Without a ``store`` texts travel in collectives too."""
         self.rank, self.world, self.group = rank, world, group
-        self.store = store  # which the launcher reads as well
+        self.store = store  # the launcher reads it as well
         if store is not None and world > 1:
             store.shared_by(world)
         self._between = store if world > 1 else None
         self._keys: dict[str, int] = {}
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Each value summed over all ranks, known to the host of every one of them."""
+        """Each value summed over all ranks, on the host of every rank."""
         return [int(value) for value in self._all_reduce(torch.tensor(values, dtype=torch.int64))]
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """As ``sum_integers``, in double precision."""
+        """Like ``sum_integers``, in double precision."""
         return [float(value) for value in self._all_reduce(torch.tensor(values, dtype=torch.float64))]
 
     def largest(self, value: float) -> float:
-        """The largest of all ranks' values; not a number if one of them is not finite."""
-        # A flag of its own: whether a maximum keeps a NaN depends on which side of it the NaN stands.
+        """The largest of all ranks' values; NaN if any of them is not finite."""
+        # A separate flag: whether a maximum keeps a NaN depends on which operand the NaN is.
         finite = math.isfinite(value)
         most = torch.tensor([value if finite else 0.0, float(not finite)], dtype=torch.float64)
         self._all_reduce(most, dist.ReduceOp.MAX)
@@ -65,7 +66,7 @@ class HostGroup:
         return values
 
     def all_gather_values(self, mine: Tensor) -> Tensor:
-        """Every rank's values, as many of each, one after another on the host of every rank."""
+        """Every rank's values, equally many from each, concatenated on every host."""
         if isinstance(self.group, ControlTree):
             return self.group.all_gather(mine)
         every = mine.flatten().repeat(self.world)
@@ -74,7 +75,9 @@ class HostGroup:
         return every
 
     def all_gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank. A collective, as bytes: torch's own for objects would unpickle them."""
+        """Every rank's text, on every rank. Sent as bytes in a collective: torch's object collectives would unpickle
+        them.
+        """
         if self.group is None:
             return [text]
         content = text.encode()
@@ -89,7 +92,7 @@ class HostGroup:
         return [bytes(one[:size].tolist()).decode() for one, size in zip(every, sizes, strict=True)]
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, on the first rank; elsewhere nothing. Ranks may come as late as they like."""
+        """Every rank's text, on the first rank; an empty list elsewhere. Ranks may arrive as late as they like."""
         if self._between is None:
             every = self.all_gather(text)
             return every if self.rank == 0 else []
@@ -97,7 +100,7 @@ class HostGroup:
         return gather_texts(self._between, self.rank, self.world, key, text, PATIENCE)
 
     def broadcast(self, text: str) -> str:
-        """The first rank's text, on every rank. It may come as late as it likes."""
+        """The first rank's text, on every rank. It may arrive as late as it likes."""
         if self._between is None:
             return self.all_gather(text)[0]
         key = self.new_key("told")
@@ -107,7 +110,7 @@ class HostGroup:
         return self._between.wait(key, PATIENCE)
 
     def wait_for_first_rank(self) -> None:
-        """Wait until the first rank is done with what it does alone; it goes on at once."""
+        """Wait until the first rank has finished its work alone; the first rank itself does not wait."""
         key = self.new_key("first-rank-done")
         if self.rank == 0:
             self.announce(key)
@@ -115,7 +118,9 @@ class HostGroup:
             self.wait(key)
 
     def announce(self, key: str) -> None:
-        """End the ``wait`` of others for a key. Without a store there is none: the next collective is what waits."""
+        """Release the ranks that ``wait`` for a key. Without a store there is no such wait: the next collective
+        blocks.
+        """
         if self._between is not None:
             self._between.set(key, "")
 
@@ -124,6 +129,6 @@ class HostGroup:
             self._between.wait(key, PATIENCE)
 
     def new_key(self, kind: str) -> str:
-        """A key of the store: the same on every rank, for all ask for the same kinds in the same order."""
+        """A new key of the store: the same on every rank, because all ask for the same kinds in the same order."""
         self._keys[kind] = self._keys.get(kind, 0) + 1
         return f"{kind}-{self._keys[kind]}"

@@ -21,8 +21,8 @@ from shoal.parallel.signed_store import SignedStore
 class Mesh:
     """This rank's coordinates in the layout and its process groups. A group of one rank is None.
 
-    ``control`` carries small decisions between hosts over gloo, so that agreeing on them never waits for a GPU. More
-    than a few dozen ranks have no such group, which would connect each host to every other, but a tree of them.
+    ``control`` carries small decisions between hosts over gloo, so that agreeing on them never waits for a GPU. Beyond
+    a few dozen ranks it is a tree of groups instead of one, which would connect every host to every other.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Mesh:
         nodes: int = 1,
         domain: int | None = None,
     ) -> None:
-        """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell.
+        """``transport`` carries tensors, "nccl" or "gloo", if the ranks' group does not say.
 
-        ``nodes``: how many machines the ranks are on, as many on each, in the order of their ranks.
-        ``domain``: how many ranks fast links join, in that order; None: all.
+        ``nodes``: the number of machines, with equal numbers of ranks in rank order. ``domain``: how many consecutive
+        ranks fast links join; None: all.
         """
         self.layout = layout
         self.rank = rank
@@ -50,10 +50,10 @@ class Mesh:
         self.device = device
         self.coords = coordinates(rank, layout)
         self.data_index = self.coords["dp"] * layout.fsdp + self.coords["fsdp"]
-        # Of the ranks that work on the same rows, the one that speaks for all of them.
+        # The rank that speaks for all ranks working on the same rows.
         self.first_of_replica = all(self.coords[axis] == 0 for axis in ("pp", "cp", "tp"))
         self.transport = transport
-        self.everyone: dist.ProcessGroup | None = None  # all ranks, by their devices
+        self.everyone: dist.ProcessGroup | None = None  # all ranks, on their devices
         self.control: dist.ProcessGroup | None = None
         hosts: dist.ProcessGroup | ControlTree | None = None
         self._axes: DeviceMesh | None = None
@@ -65,7 +65,7 @@ class Mesh:
             self.transport = transport or backend
             self.everyone = self.control = hosts = dist.group.WORLD
             if self.transport != "gloo":
-                # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
+                # In a dry run, whose ranks only pretend to communicate, this group is fake like all the others.
                 if backend == "fake":
                     self.control = hosts = dist.new_group(timeout=timeout)
                 else:
@@ -74,23 +74,23 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
-        # Now, for a dry run's ranks are numbers still and not yet tensors without data.
+        # Build this now: a dry run's ranks are still numbers here, and later become tensors without data.
         self.sharding = self._sharding(experts=False)
         self.expert_sharding = self._sharding(experts=True) if layout.ep > 1 else None
         self.hosts = HostGroup(rank, self.world, hosts, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one on that axis alone."""
+        """The ranks that differ from this one on that axis only."""
         if self._axes is None or getattr(self.layout, axis) == 1:
             return None
         return self._axes.get_group(axis)
 
     def index_in(self, ranks: RankGroup) -> int:
-        """Where this rank stands among evenly spaced ones."""
+        """This rank's index among evenly spaced ones."""
         return self.rank // ranks.stride % ranks.size
 
     def group_of(self, ranks: RankGroup) -> dist.ProcessGroup | None:
-        """The ranks of that kind that this one is among; all ranks have to ask, in the same order."""
+        """This rank's group of that kind. All ranks have to ask, in the same order."""
         if ranks.size == 1:
             return None
         axis = ranks.name
@@ -103,9 +103,9 @@ class Mesh:
         return self._others[ranks]
 
     def _sharding(self, experts: bool) -> DeviceMesh | None:
-        """The ranks that hold the same parameters, as FSDP takes them: copies, if there are several, then shards.
+        """The ranks that hold the same parameters, in FSDP's form: replicas, if there are several, then shards.
 
-        None where parameters are whole.
+        None where parameters are not sharded.
         """
         layout = self.layout
         placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp, layout.ep if experts else 1)
@@ -121,7 +121,9 @@ class Mesh:
         return DeviceMesh.from_group(one_or_both, self.device.type, ranks, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
+        """Split every line of ranks along an axis into the same parts, each a group; returns this rank's, if it is in
+        one.
+        """
         return self._subgroup(axis, self._parts(axis, parts))
 
     def _subgroup(self, axis: str, every: list[list[int]]) -> dist.ProcessGroup | None:
@@ -132,9 +134,9 @@ class Mesh:
         return mine
 
     def line_of(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along an axis in one more group, which NCCL connects at once.
+        """One more group of the ranks along an axis, connected by NCCL at once.
 
-        Otherwise it would do so at the first call, and for that wait for all of them: a message has only two.
+        NCCL would otherwise connect at the first call and wait for all of the ranks: a message has only two.
         """
         device = self.device if self.transport == "nccl" and self.device.type == "cuda" else None
         line = range(getattr(self.layout, axis))
@@ -153,7 +155,7 @@ class Mesh:
 
     @property
     def names(self) -> dict[str, str]:
-        """What torch calls the group of each axis, and of several that act as one, and what we do."""
+        """Names of process groups, torch's and ours, for each axis and for axes that act as one."""
         if self._axes is None:
             return {}
         named = [("world", self.everyone), ("world", self.control)]
@@ -165,7 +167,7 @@ class Mesh:
 
     @property
     def purposes(self) -> dict[str, str]:
-        """What ranks talk for in each group, those that strategies made for themselves too, by torch's name for it."""
+        """What each process group is used for, by torch's name of the group; includes groups that strategies made."""
         return {name: purpose_of(axis) for name, axis in {**self.names, **self._made}.items()}
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Blocks of any network: which modules FSDP gathers as units, and recomputation repeats.
+"""Find the blocks of any network: the modules that FSDP gathers as units and recomputation repeats.
 
-Found where a class is repeated among neighbours; or named, cut by size, or given one by one.
+Blocks are found where a class repeats among siblings, or are named, cut by size, or listed one by one.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import nn
 
 from shoal.facts.problem import BadInput, did_you_mean
 
-# What says where to cut: a class, its name or a module's path; the module itself; several of these; a size in
-# parameters; or a function that is asked about every module. None: as found.
+# Where to cut: a class, its name or a module's path; the module itself; several of these; a size in parameters; or a
+# function that is called with every module. None: find blocks automatically.
 OneBlock = str | type[nn.Module] | nn.Module
 Wrap = OneBlock | Sequence[OneBlock] | int | Callable[[nn.Module], bool] | None
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-# Their children follow one another.
+# Containers whose children run one after another.
 ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 BY_HAND = "wrap= takes a class, its name, a module's path, a module, a list of these, a size or a function"
 
 
 def find_blocks(root: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
-    """The blocks of a network, in the order in which it has them; the network itself is none."""
+    """The blocks of a network, in module order; the network itself is never one."""
     if wrap is None:
         return _without_tied(root, _repeated(root))
     if isinstance(wrap, bool) or (isinstance(wrap, int) and wrap < 1):
@@ -42,7 +42,7 @@ def find_blocks(root: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
 
 
 def innermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Those that have no other inside: what is recomputed is recomputed once."""
+    """Blocks that contain no other block, so that nothing is recomputed twice."""
     chosen = set(blocks)
     return [
         block for block in blocks if not any(part in chosen for part in block.modules() if part is not block)
@@ -50,7 +50,7 @@ def innermost(blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _without_tied(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Parameters that two modules share have one unit: what only one of the two is in is left to the root."""
+    """Keep parameters that two modules share in one unit: blocks that hold only one of the two are left to the root."""
     return [block for block in blocks if _tied_outside(root, block) is None]
 
 
@@ -65,7 +65,7 @@ def _check_tied(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _tied_outside(root: nn.Module, block: nn.Module) -> str | None:
-    """A parameter of a block that a module outside of it has as well."""
+    """A parameter of the block that a module outside also has."""
     inside = set(block.modules())
     outside = {
         parameter
@@ -77,14 +77,14 @@ def _tied_outside(root: nn.Module, block: nn.Module) -> str | None:
 
 
 def _repeated(root: nn.Module) -> list[nn.Module]:
-    """What transformers calls modules that are not to be split; else classes that neighbours share."""
+    """The modules that transformers marks as not to be split; otherwise classes that siblings share."""
     names = set(getattr(root, "_no_split_modules", None) or ())
     found = _outermost(root, lambda module: type(module).__name__ in names)
     return found or _outermost(root, _neighbours(root).__contains__)
 
 
 def _neighbours(root: nn.Module) -> set[nn.Module]:
-    """Modules with parts of their own, of a class that another one in the same row has too."""
+    """Modules with children, whose class another sibling shares."""
     found: set[nn.Module] = set()
     for row in root.modules():
         if isinstance(row, ROWS):
@@ -111,7 +111,7 @@ def _outermost(root: nn.Module, chosen: Callable[[nn.Module], bool]) -> list[nn.
 
 
 def _by_size(root: nn.Module, least: int) -> list[nn.Module]:
-    """Modules that have so many parameters beyond those of blocks inside of them."""
+    """Modules with at least ``least`` parameters beyond those of blocks inside them."""
     found: list[nn.Module] = []
 
     def rest(module: nn.Module) -> int:
@@ -155,7 +155,7 @@ def _named(root: nn.Module, wanted: Sequence[OneBlock]) -> list[nn.Module]:
 
 
 def _checked(blocks: list[nn.Module]) -> list[nn.Module]:
-    """FSDP gathers a module when it is called, and a list of modules never is."""
+    """Refuse lists of modules: FSDP gathers a module when it is called, and a list never is."""
     for block in blocks:
         if isinstance(block, CONTAINERS):
             raise BadInput(

@@ -1,8 +1,9 @@
 """Pipeline parallelism of a module that Shoal did not build: each rank runs the module's own forward pass.
 
-Masks, angles and all else that is computed around the blocks is computed on every rank, where it is needed. Modules of
-earlier stages give zeros of the shape that they would give, but for the last block before this rank's own, which gives
-what has arrived; where the first block of the next stage is called the pass ends. The schedule is the engine's.
+Masks, rotary angles and everything else computed around the blocks are computed on every rank that needs them. Modules
+of earlier stages return zeros of the right shape, except the last block before this rank's own, which returns the
+hidden states that arrived. The pass ends where the first block of the next stage is called. The schedule is the
+engine's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WRONG_PLAN = "a plan that names them as they run, see docs/library.md; or pp=1"
 
 
 class StageEnd(BaseException):
-    """The pass leaves this stage. No ``Exception``, which a model or a loss may catch."""
+    """Raised to end a stage's pass. Not an ``Exception``, which a model or a loss may catch."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -40,20 +41,20 @@ class ModuleBatch:
 
     rows: Any
     number: int
-    loss: Callable[[nn.Module, Any], tuple[Tensor, int]]  # a sum and its number of targets
+    loss: Callable[[nn.Module, Any], tuple[Tensor, int]]  # returns a sum and its number of targets
 
 
 @dataclass
 class _Pass:
     inputs: Tensor
-    probing: bool  # whether only the shape of what comes to the blocks is asked for
+    probing: bool  # only asked for the shape of the blocks' input
     entered: bool = False
-    came: Tensor | None = None  # to this stage's blocks
-    given: Tensor | None = None  # by the last block that was run
+    came: Tensor | None = None  # hidden states for this stage's blocks
+    given: Tensor | None = None  # the output of the last block that ran
 
 
 class ModuleStage(nn.Module):
-    """What a rank has of a module: the blocks of its stage, before or behind them what comes first or last."""
+    """A rank's part of a module: the blocks of its stage, plus what comes before the first or after the last block."""
 
     def __init__(
         self,
@@ -64,12 +65,12 @@ class ModuleStage(nn.Module):
         device: torch.device,
         draw: Callable[[str], None],
     ) -> None:
-        """``draw``: seeds torch's generators."""
+        """``draw`` seeds torch's generators."""
         super().__init__()
         self.module, self.plan, self.stage, self.absent = module, plan, stage, absent
         self.device, self.draw = device, draw
-        self.divisor = 1.0  # of losses, before their backward pass
-        self.totals: list[Tensor] = []  # of this step, where the loss is here
+        self.divisor = 1.0  # divides losses before their backward pass
+        self.totals: list[Tensor] = []  # this step's losses, if computed here
         self.counts: list[int] = []
         self.names = _names(module)
         self.shared = _shared(module, plan)
@@ -77,18 +78,18 @@ class ModuleStage(nn.Module):
         self._known: dict[Hashable, Any] = {}
 
     def holds(self, name: str) -> bool:
-        """Whether something is of this stage alone."""
+        """Whether a name belongs to one stage only."""
         return is_within(name, [*self.plan.first, *self.plan.blocks, *self.plan.last])
 
     def let_go(self) -> None:
-        """Of modules of other stages keep shapes alone."""
+        """Keep only the shapes of modules in other stages."""
         for owners in tensor_owners(self.module).values():
             for path, owner, name in owners:
                 if is_within(path, self.absent):
                     drop_values(owner, name)
 
     def take_part(self) -> None:
-        """To be called when all else that changes modules has been."""
+        """Hook into the module. Call this after everything else that changes modules."""
         blocks = [self.module.get_submodule(path) for path in self.plan.blocks]
         own = self.stage.layers
         for path in self.absent:
@@ -102,14 +103,15 @@ class ModuleStage(nn.Module):
             else:
                 child.forward = self._unreachable(path)
         for block in blocks[own.start : own.stop]:
-            # Before FSDP's own, for a pass may end here, and behind them, for they may give something else.
+            # Before FSDP's pre-hooks, because a pass may end here; after its forward hooks, because they may replace
+            # the output.
             block.register_forward_pre_hook(self._arrive, prepend=True, with_kwargs=True)
             block.register_forward_hook(self._note_given)
 
     def forward(
         self, inputs: Tensor, batch: ModuleBatch, place: int | None = None, probing: bool = False
     ) -> Tensor:
-        """As ``Segment``. ``probing``: gives zeros, of the shape of what comes to the blocks."""
+        """See ``Segment``. ``probing``: return zeros of the shape of the blocks' input."""
         self.draw(f"micro-batch {batch.number} stage {self.stage.index}")
         here = self._pass = _Pass(inputs, probing)
         try:
@@ -174,7 +176,7 @@ class ModuleStage(nn.Module):
     def _shapes(
         self, name: Hashable, path: str, forward: Callable[..., Any], arguments: Any, named: Any
     ) -> Any:
-        """Of what a module would give: tensors without values."""
+        """The outputs a module would give, as tensors without values."""
         key = (name, kind_of((arguments, named)), self.training)
         if key not in self._known:
             given = _pytree.tree_map_only(Tensor, lambda one: one.detach().to("meta"), (arguments, named))
@@ -202,7 +204,9 @@ class ModuleStage(nn.Module):
             self._pass.given = next(one for one in leaves if isinstance(one, Tensor))
 
     def _check_chain(self, here: _Pass, hidden: Tensor) -> None:
-        """A residual around a block, say, would be of zeros where the block is the first of its stage."""
+        """Refuse blocks that are not a plain chain: a residual around a block, for one, would add zeros at a stage's
+        first block.
+        """
         if here.given is not None and hidden is not here.given:
             raise BadInput(
                 "plan: a block is not given what the block before it gave: the model computes something in between",
@@ -225,7 +229,7 @@ class ModuleStage(nn.Module):
 
 
 class ModuleExecutor(ScheduleExecutor):
-    """The schedule's instructions with one stage of a module."""
+    """Runs the schedule's instructions on one stage of a module."""
 
     def __init__(self, stage: ModuleStage, mesh: Mesh, gradients: Reducer) -> None:
         super().__init__([stage], mesh, gradients)
@@ -233,14 +237,14 @@ class ModuleExecutor(ScheduleExecutor):
         self._boundaries: dict[Hashable, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def step(self, batches: Sequence[ModuleBatch], divisor: float) -> None:
-        """The gradients of a step's losses, divided."""
+        """Compute the gradients of a step's losses, divided by ``divisor``."""
         self.stage.divisor = divisor
         self.load_kernels(batches[0])
         self._begin()
         self.both_passes(batches)
 
     def evaluate(self, batches: Sequence[ModuleBatch]) -> None:
-        """Losses alone."""
+        """Compute losses only."""
         self.stage.divisor = 1.0
         with torch.no_grad():
             self.load_kernels(batches[0])
@@ -268,7 +272,7 @@ class ModuleExecutor(ScheduleExecutor):
 
 
 def _hidden_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    """Of what a block is given: what its predecessor gave."""
+    """The hidden states among a block's arguments: its predecessor's output."""
     given = (*arguments, *named.values())
     hidden = named.get("hidden_states", given[0] if given else None)
     if not isinstance(hidden, Tensor):
@@ -279,7 +283,7 @@ def _hidden_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
 
 
 def kind_of(tree: Any) -> Hashable:
-    """The shapes and types of all tensors in it."""
+    """The shapes and dtypes of all tensors in a tree."""
     return tuple(
         (tuple(one.shape), one.dtype) for one in _pytree.tree_leaves(tree) if isinstance(one, Tensor)
     )
@@ -290,7 +294,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _names(module: nn.Module) -> dict[str, str]:
-    """Of every name that a parameter or a buffer has, the one that it has in a checkpoint."""
+    """Map every name of a parameter or buffer to its name in checkpoints."""
     found: dict[str, str] = {}
     for owners in tensor_owners(module).values():
         named = [f"{path}.{name}" if path else name for path, _, name in owners]
@@ -299,7 +303,7 @@ def _names(module: nn.Module) -> dict[str, str]:
 
 
 def _shared(module: nn.Module, plan: StagePlan) -> set[str]:
-    """Names of parameters that the first stage and the last both have."""
+    """Names of parameters that the first and the last stage share."""
     found = set()
     for owners in tensor_owners(module).values():
         paths = [path for path, _, _ in owners]

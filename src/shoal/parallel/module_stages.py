@@ -1,7 +1,7 @@
-"""Which modules of a network that Shoal did not build are in which pipeline stage, by a plan.
+"""Assign the modules of a network that Shoal did not build to pipeline stages, by a plan.
 
-A plan names what comes first, the blocks in their row, and what comes last; a Hugging Face model brings one along. The
-blocks are shared out over the stages. Of modules of other stages a rank keeps shapes alone.
+A plan names what comes first, the row of blocks, and what comes last; Hugging Face models ship one. The blocks are
+distributed over the stages. Of other stages' modules a rank keeps only shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEDULES = ("1f1b", "gpipe")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Paths of modules; those of blocks in the order in which they run."""
+    """Module paths; the blocks' in execution order."""
 
     first: list[str]
     blocks: list[str]
@@ -42,7 +42,7 @@ def check_schedule(layout: Layout) -> None:
 
 
 def stage_plan(module: nn.Module, given: Mapping[str, str] | None, layout: Layout) -> StagePlan:
-    """``given``: the user's, before the module's own ``pp_plan``, before that of a Hugging Face model."""
+    """The user's plan (``given``), else the module's own ``pp_plan``, else that of a Hugging Face model."""
     check_schedule(layout)
     words = {pattern: word for pattern, word in (given or {}).items() if word in STAGE_WORDS}
     own = getattr(module, "pp_plan", None) or {}
@@ -78,21 +78,21 @@ def stage_plan(module: nn.Module, given: Mapping[str, str] | None, layout: Layou
 
 
 def stage_of(module: nn.Module, plan: StagePlan, layout: Layout, place: int) -> Stage:
-    """What one rank of the pipeline holds: stages are cut so that the one with most parameters has the least."""
+    """The stage of one rank of the pipeline, cut to minimise the parameters of the largest stage."""
     costs = [_size(module, [path]) for path in plan.blocks]
-    # A lookup multiplies nothing; a head multiplies with all of it.
+    # A lookup multiplies nothing; a head multiplies with all of its weights.
     costs[-1] += _size(module, plan.last)
     return cut_costs(costs, layout.pp)[place]
 
 
 def absent_modules(plan: StagePlan, stage: Stage) -> list[str]:
-    """Paths of what is in other stages."""
+    """Paths of the modules in other stages."""
     blocks = [path for number, path in enumerate(plan.blocks) if number not in stage.layers]
     return [*([] if stage.first else plan.first), *blocks, *([] if stage.last else plan.last)]
 
 
 def tensor_owners(module: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module, str]]]:
-    """Parameters and buffers, each once, in the module's order: path, module and name of all that have it."""
+    """Parameters and buffers, each once in module order, with (path, module, name) of all owners."""
     found: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
     for path, child in module.named_modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
@@ -106,7 +106,7 @@ def is_within(path: str, paths: Iterable[str]) -> bool:
 
 
 def drop_values(owner: nn.Module, name: str) -> None:
-    """A parameter or a buffer becomes its own shape."""
+    """Replace a parameter or a buffer by its shape (a meta tensor)."""
     tensor: Tensor = getattr(owner, name)
     shape = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
@@ -116,13 +116,13 @@ def drop_values(owner: nn.Module, name: str) -> None:
 
 
 def named_modules(module: nn.Module, pattern: str) -> list[str]:
-    """``*`` stands for one part of a name."""
+    """Names of the modules that match; ``*`` stands for one part of a name."""
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name, _ in module.named_modules() if expression.fullmatch(name)]
 
 
 def _children(module: nn.Module, names: list[str]) -> list[str]:
-    """Of a row of blocks its members."""
+    """The blocks' names if ``names`` is a container of blocks."""
     row = module.get_submodule(names[0])
     if len(names) == 1 and isinstance(row, (*CONTAINERS, nn.Sequential)):
         return [f"{names[0]}.{member}" for member, _ in row.named_children()]
@@ -130,14 +130,15 @@ def _children(module: nn.Module, names: list[str]) -> list[str]:
 
 
 def _hugging_face_plan(module: nn.Module) -> dict[str, str]:
-    """As ``transformers`` has it: parts, of which a row of modules is the blocks, and what each is given and gives.
+    """The plan of a ``transformers`` model: named parts, one of them the row of blocks, each with its inputs and
+    outputs.
 
-    It may be the plan of a model inside, as PEFT has one.
+    It may belong to a nested model, as with PEFT.
     """
     for path, child in module.named_modules():
         parts: dict[str, Any] = getattr(child, "pp_plan", None) or {}
         modules = dict(child.named_modules())
-        # ``named_modules`` has them in the order in which they were made, and so they run.
+        # ``named_modules`` lists them in the order they were created, which is the order they run in.
         order = [name for name in modules if name in parts]
         rows = [name for name in order if isinstance(modules[name], CONTAINERS)]
         if len(order) < len(parts) or len(rows) != 1:
@@ -174,7 +175,7 @@ def _place(path: str, plan: StagePlan) -> str:
 
 
 def _check_router_losses(module: Any) -> None:
-    """transformers adds them up at the end, of what all blocks gave."""
+    """Refuse router losses: transformers sums them at the end, from the outputs of all blocks."""
     if getattr(getattr(module, "config", None), "output_router_logits", False):
         raise BadInput(
             "config.output_router_logits: the routers' loss needs those of all blocks, which a stage does not have",
@@ -188,7 +189,7 @@ def _size(module: nn.Module, paths: list[str]) -> int:
 
 
 def _example(module: nn.Module) -> str:
-    """What it might be: the longest row of modules, and what stands before and after it."""
+    """A plan to suggest: the longest row of modules, and what comes before and after it."""
     rows = {
         path: len(child)
         for path, child in module.named_modules()

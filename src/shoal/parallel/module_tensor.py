@@ -1,9 +1,9 @@
-"""Tensor parallelism of a module that Shoal did not build, by a plan: which of its layers are split, and how.
+"""Tensor parallelism of a module that Shoal did not build, by a plan that says which layers are split, and how.
 
-A plan names modules, ``*`` for a number, and gives each a word that ``transformers`` uses for it: the same plan that a
-Hugging Face model brings along, or one of the user's own. Layers become this rank's part of themselves, as plain
-tensors; what goes in and out of them is summed or gathered (``tensor_region``). Attention then has fewer heads, which a
-module must not mind: it reads their number off the shapes.
+A plan maps module names, with ``*`` for a number, to the split styles of ``transformers``: a Hugging Face model ships
+one, or the user gives one. Layers become this rank's part of themselves, as plain tensors; their inputs and outputs are
+summed or gathered (``tensor_region``). Attention then has fewer heads, so a module must read their number off the
+shapes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_stages import STAGE_WORDS, named_modules
 from shoal.parallel.tensor_region import SumBackward, SumForward
 
-# By output features, by input features; with ``gather`` and ``split`` what comes out, or goes in, is whole.
+# Split by output features, and by input features; with ``gather`` or ``split`` the output or input is whole.
 COLUMN, COLUMN_GATHER = "colwise", "colwise_gather_output"
 ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
 VOCABULARY = "embedding_rowwise"
-# Whole on every rank: of the second kind each rank sees a part of what its gradient comes from.
+# Whole on every rank. With the second style, each rank sees only a part of what its gradient depends on.
 WHOLE, WHOLE_SUMMED = "replicate", "replicated_with_grad_allreduce"
 STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, WHOLE, WHOLE_SUMMED)
 OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW}
@@ -42,7 +42,9 @@ ADAPTERS = "fsdp= or pp= of a PEFT model; or lora = {…} in a config of shoal t
 
 
 def plan_of(module: nn.Module, given: Mapping[str, str] | None, tp: int) -> dict[str, str]:
-    """The way of every module that a plan names. ``given``: the user's, before the module's own."""
+    """The split style of every module that a plan names. ``given``: the user's plan, preferred over the module's
+    own.
+    """
     own = {name: word for name, word in (given or {}).items() if word not in STAGE_WORDS}
     plan = own or getattr(module, "tp_plan", None)
     if not plan:
@@ -97,8 +99,8 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
 def split_module(
     module: nn.Module, plan: Mapping[str, str], mesh: Mesh
 ) -> tuple[dict[str, TensorPart], set[str]]:
-    """Split a module whose values are the same on all ranks. What is here of its parameters, by name; and the names of
-    those whose gradients tensor ranks have to sum.
+    """Split a module whose values are the same on all ranks. Returns this rank's part of each parameter, by name,
+    and the names of parameters whose gradients tensor ranks have to sum.
     """
     group, tp, index = mesh.group("tp"), mesh.layout.tp, mesh.coords["tp"]
     assert group is not None
@@ -126,7 +128,7 @@ def _cut(
     index: int,
     parts: dict[str, TensorPart],
 ) -> Box:
-    """This rank's box takes the whole's place; a tied parameter is cut once."""
+    """Replace a parameter by this rank's box of it; a tied parameter is cut once."""
     name = names[parameter]
     if name not in parts:
         box = cut_evenly(tuple(parameter.shape), dimension, tp, index)
@@ -139,7 +141,7 @@ def _cut(
 
 
 def _forward(style: str, group: dist.ProcessGroup, tp: int, index: int, box: Box) -> Callable[..., Tensor]:
-    """The layer's own pass with what ranks exchange around it. ``box``: of its weight, what is here."""
+    """The layer's own forward plus its collectives. ``box``: this rank's part of its weight."""
 
     def column(layer: Any, x: Tensor) -> Tensor:
         return F.linear(SumBackward.apply(x, group, tp), layer.weight, layer.bias)
@@ -173,7 +175,7 @@ def _forward(style: str, group: dist.ProcessGroup, tp: int, index: int, box: Box
 
 
 class GatherFeatures(torch.autograd.Function):
-    """Forward: the features of all ranks. Backward: of a gradient that every rank has whole, those that are here."""
+    """Forward: all-gather features. Backward: this rank's slice of a gradient that every rank has in full."""
 
     @staticmethod
     def forward(
@@ -181,7 +183,7 @@ class GatherFeatures(torch.autograd.Function):
     ) -> Tensor:
         most = -(-whole // ranks)
         ctx.first, ctx.size = min(index * most, whole), local.shape[-1]
-        # Only the last ranks can have fewer, so what is padded ends up at the end.
+        # Only the last ranks can have fewer features, so padding ends up at the end.
         padded = F.pad(local, (0, most - local.shape[-1])).movedim(-1, 0).contiguous()
         gathered = padded.new_empty(ranks * most, *padded.shape[1:])
         all_gather_single(gathered, padded, group=group)

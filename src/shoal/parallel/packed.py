@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits (``facts/nf4.py``): each rank packs the rows that it holds, some at a time."""
+"""Frozen weights in 4 bits (``facts/nf4.py``): each rank packs the rows it holds, a few at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shoal.models.nf4 import PACKED, pack, packed_like, unpack
 
 
 def pack_weights(blocks: Iterable[nn.Module]) -> None:
-    """In blocks on the meta device, room for bytes in the place of every projection's weight, routed experts' too; not
-    of adapters."""
+    """Replace the weight of every projection in meta-device blocks, routed experts included and adapters not, with
+    room for packed bytes.
+    """
     for module in (child for block in blocks for child in block.modules()):
         if isinstance(module, Linear | GroupedLinear) and not module.weight.requires_grad:
             module.weight = nn.Parameter(packed_like(module.weight), requires_grad=False)
@@ -24,7 +25,7 @@ def pack_weights(blocks: Iterable[nn.Module]) -> None:
 
 @torch.no_grad()
 def fill_packed(weights: Iterable[tuple[str, Slice]], give: Fill) -> None:
-    """Pack the values of those that are bytes. They come in fp32, whatever the run computes in."""
+    """Fill and pack the packed weights. Values come in fp32, whatever dtype the run computes in."""
     for name, part in weights:
         if part.local.dtype != PACKED:
             continue
@@ -39,7 +40,7 @@ def fill_packed(weights: Iterable[tuple[str, Slice]], give: Fill) -> None:
 
 
 def matrices(part: Slice) -> Iterator[Slice]:
-    """Of a part of a stack each expert's, by rows and columns; a part of a matrix as it is."""
+    """The matrices of a slice: one per expert of a stack, by rows and columns; a matrix as it is."""
     if part.local.dim() == 2:
         yield part
         return
@@ -48,12 +49,12 @@ def matrices(part: Slice) -> Iterator[Slice]:
 
 
 def rows_of(matrix: Slice, rows: torch.Tensor, start: int, column: int) -> Slice:
-    """To be filled: some rows of it, from ``start`` on, from a column of the whole on."""
+    """A slice to fill: the rows from ``start`` on and the columns from ``column`` on, counted in the whole matrix."""
     *experts, first, _ = matrix.offset
     values = rows if not experts else rows[None]
     return Slice(values, matrix.global_shape, (*experts, first + start, column))
 
 
 def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values as they are once packed."""
+    """The values after a round trip through packing."""
     return unpack(pack(rows), dtype)

@@ -1,8 +1,8 @@
 """Pipeline parallelism (``pp``): the stages that a rank holds, and the channels between them.
 
-Who computes what when is the schedule's business (``facts.schedule``), and ``execute`` follows it. torch's own
-pipelining runtime does not print or check its schedules ahead of a run, refuses fewer micro-batches than stages,
-and finds weight gradients by walking the autograd graph; a list of instructions and a few groups are less.
+The schedule (``facts.schedule``) decides who computes what when, and ``execute`` follows it. Why not torch's own
+pipelining runtime: it cannot print or check a schedule ahead of a run, refuses fewer micro-batches than stages, and
+finds weight gradients by walking the autograd graph. A list of instructions and a few groups are less code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def my_stages(model: Model, layout: Layout, place: int, seq: int) -> list[Stage]
 
 @dataclass
 class Arrival:
-    """A tensor on its way here."""
+    """A tensor being received."""
 
     tensor: Tensor
     work: dist.Work
@@ -44,9 +44,9 @@ class Arrival:
 class Channels:
     """Point-to-point messages between the ranks of one pipeline.
 
-    There is a group for each direction, and in it no rank has two neighbours. NCCL carries out the messages of a group
-    one after the other: with both directions in one queue, two ranks that each send first would wait for each other
-    forever, and with both neighbours in one, a send to the next would wait behind a receive from the one before.
+    There is one group per direction, and no rank has two neighbours in it. NCCL runs the messages of a group in order:
+    with both directions in one queue, two ranks that each send first would deadlock; with both neighbours in one queue,
+    a send to the next would wait behind a receive from the previous one.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -64,8 +64,8 @@ class Channels:
     def _connect(self) -> None:
         """Make NCCL set up every connection now, one after the other, with one message along each.
 
-        It would do so at the first message, and set-up waits for the device: which may itself be waiting, in a receive
-        that was posted ahead, for a rank that is waiting in the same set-up for us.
+        NCCL would otherwise connect at the first message, and connecting waits for the device. The device may itself be
+        waiting, in a receive posted ahead, for a rank that is stuck connecting to us.
         """
         token = torch.zeros(1, device=self.device)
         for low, high in self.kinds:
@@ -77,16 +77,18 @@ class Channels:
             torch.cuda.synchronize(self.device)
 
     def _start(self, what: Callable[..., Any], tensor: Tensor, sender: int, receiver: int) -> dist.Work:
-        """A batch of one. Outside of a batch torch gives every pair of ranks a communicator of its own, and warns."""
+        """Issue one message as a batch of one. Outside a batch, torch gives every pair of ranks its own communicator
+        and warns.
+        """
         group = self._group(sender, receiver)
         peer = receiver if self.place == sender else sender
         (work,) = dist.batch_isend_irecv([dist.P2POp(what, tensor, group=group, group_peer=peer)])
         return work
 
     def send(self, tensor: Tensor, message: Instruction) -> None:
-        """Start sending; the tensor is kept until it has arrived."""
+        """Start sending; keep the tensor alive until it has arrived."""
         assert message.peer is not None
-        if self.transport != "gloo":  # whose messages cannot be asked
+        if self.transport != "gloo":  # Gloo's messages cannot be polled
             self._flying = {
                 key: (kept, work) for key, (kept, work) in self._flying.items() if not work.is_completed()
             }
@@ -94,13 +96,13 @@ class Channels:
         self._flying[message] = (tensor, self._start(dist.isend, tensor, self.place, message.peer))
 
     def has_arrived(self, message: Instruction) -> None:
-        """An answer to a message is here, so it need not be kept any longer."""
+        """Free a sent tensor: an answer to its message has arrived."""
         if message in self._flying:
             _, work = self._flying.pop(message)
             work.wait()
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Arrival:
-        """Start receiving. Messages from a peer arrive in the order in which it sends them."""
+        """Start receiving. Messages from a peer arrive in the order it sends them."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         return Arrival(tensor, self._start(dist.irecv, tensor, peer, self.place))
 
@@ -115,14 +117,14 @@ class Channels:
 
 
 def _neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Pairs of ranks that hold stages next to each other; in some schedules also the first rank and the last."""
+    """Pairs of ranks that hold adjacent stages; in some schedules also the first and the last rank."""
     stages = range(layout.pp * layout.chunks)
     ranks = [rank_of_stage(layout.pp, layout.chunks, layout.schedule, stage) for stage in stages]
     return sorted({(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
 
 
 def _apart(pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Every pair with a number that no other pair of either of its ranks has; at most three are needed."""
+    """Number the pairs so that no two pairs of one rank share a number; at most three numbers are needed."""
     kinds: dict[tuple[int, int], int] = {}
     for pair in pairs:
         taken = {kind for other, kind in kinds.items() if {*other} & {*pair}}

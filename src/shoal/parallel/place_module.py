@@ -1,7 +1,7 @@
-"""Place a module that Shoal did not build: any ``nn.Module``, which stays the object that it is.
+"""Place a module that Shoal did not build: any ``nn.Module``, modified in place.
 
-The strategies are those of ``apply``: the same reducers over the same groups of ranks. What differs is how a network
-arrives: whole and with values on every rank, under names of its own.
+The strategies are those of ``apply``: the same reducers over the same groups of ranks. The difference is the input: a
+module that is whole, with values on every rank and names of its own.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PlacedModule:
         names: list[str],
         stage: ModuleStage | None = None,
     ) -> None:
-        """``kept``: what no optimizer updates and a checkpoint has all the same. ``names``: of all that is trained.
+        """``kept``: pieces that no optimizer updates but checkpoints contain. ``names``: all trained parameters.
 
-        ``stage``: of a pipeline; None: all of the module is here.
+        ``stage``: the pipeline stage; None if the whole module is here.
         """
         self.module, self.blocks, self.gradients = module, blocks, gradients
         self.kept, self.names = kept, names
@@ -70,11 +70,11 @@ class PlacedModule:
         }
         self.stage = stage
         self.executor: ModuleExecutor | None = None
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of all that a checkpoint has, as a whole
+        self.shapes: dict[str, tuple[int, ...]] = {}  # whole shapes of all that checkpoints contain
         self.tensor_ranks: dist.ProcessGroup | None = None
-        self.summed: list[Shard] = []  # of which each tensor rank has a part of the gradient
-        self.tied: list[Shard] = []  # which another stage has too
-        self.ends: dist.ProcessGroup | None = None  # that stage and this one
+        self.summed: list[Shard] = []  # pieces whose gradients tensor ranks sum
+        self.tied: list[Shard] = []  # pieces that another stage has too
+        self.ends: dist.ProcessGroup | None = None  # this stage and that one
         self._called = {one.label: one.name for one in _held(gradients)}
         self._reached: set[str] = set()
         for label, parameter in self._whole.items():
@@ -85,27 +85,29 @@ class PlacedModule:
         self.gradients.start_step()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """``last``: no other follows in this step, so that sums can begin while it runs."""
+        """``last``: no other backward pass follows in this step, so gradients can be reduced while this one runs."""
         self.gradients.before_backward(ONLY_STAGE, last)
         loss.backward()
         self.gradients.after_backward(ONLY_STAGE, last)
 
     def send_rest(self) -> None:
-        """What was held back, for another backward pass might have come, is sent now."""
+        """Send the gradients that were held back in case another backward pass followed."""
         for part in _parts(self.gradients):
             if not isinstance(part, FullyShard):
                 part.after_backward(ONLY_STAGE, last=True)
 
     def reached(self) -> tuple[list[int], int]:
-        """By ``names``, whether a gradient has come to it here since the step began, 1 or 0; and to how many of those
-        that are here none has.
+        """For each of ``names``, 1 if a gradient arrived here since the step began, else 0; and how many local
+        parameters got none.
         """
         have = {label for label, parameter in self._sharded.items() if parameter.grad is not None}
         called = {self._called[label] for label in have | self._reached}
         return [int(name in called) for name in self.names], len({*self._called.values()} - called)
 
     def finish_step(self, reached: list[int]) -> None:
-        """``reached``: by ``names``, on how many ranks a gradient came. What has none stays as it is."""
+        """``reached``: for each of ``names``, on how many ranks a gradient arrived. Parameters without one stay
+        unchanged.
+        """
         self.gradients.finish_step()
         without = {name for name, often in zip(self.names, reached, strict=True) if not often}
         for piece in self.pieces:
@@ -121,7 +123,7 @@ class PlacedModule:
     def after_update(self) -> None:
         self.gradients.after_update()
         if isinstance(self.module, FSDPModule):
-            # An evaluation, which no backward pass follows, leaves the root gathered.
+            # An evaluation has no backward pass after it, so it leaves the root gathered.
             self.module.reshard()
 
     def _noting(self, label: str) -> Callable[[nn.Parameter], None]:
@@ -143,11 +145,11 @@ def place_module(
     summed: Collection[str] = (),
     stage: ModuleStage | None = None,
 ) -> PlacedModule:
-    """Place a module whose values are the first rank's. ``blocks``: units of ``zero=3`` and of recomputation.
+    """Place a module, with the first rank's values. ``blocks``: units of ``zero=3`` and of recomputation.
 
-    ``shapes``: of all that a checkpoint has. ``trained``: names, on all ranks together. ``parts``: of parameters that
-    tensor ranks have split already, what is here; those are among what has ``arrived``. ``summed``: names of parameters
-    whose gradients tensor ranks add up. ``stage``: of a pipeline, whose values are all here.
+    ``shapes``: shapes of all that a checkpoint contains. ``trained``: names on all ranks together. ``parts``: this
+    rank's part of parameters that tensor ranks have split already; those are in ``arrived``. ``summed``: names of
+    parameters whose gradients tensor ranks sum. ``stage``: the pipeline stage, whose values are all here.
     """
     if not trained:
         raise BadInput(
@@ -157,7 +159,7 @@ def place_module(
     layout, tune, parts = mesh.layout, tune or TuneSection(), parts or {}
     dense = parameter_groups(layout, experts=False, lora=False)[DENSE]
     everywhere = whole_everywhere(layout)
-    # A group is made by all ranks, whichever of them have a use for it.
+    # All ranks must create a group, even those that have no use for it.
     all_data = mesh.group_of(everywhere.replicated) if stage is not None or batch_norms(module) else None
     blocks = [block for block in blocks if _is_here(block)]
     recompute(innermost(blocks), layout.recompute, generators=True)
@@ -175,7 +177,7 @@ def place_module(
         part = parts.get(name) or TensorPart(
             Box(shape, (0,) * len(shape), shape), layout.tp, mesh.coords["tp"]
         )
-        # FSDP takes no scalars, and what is not trained has no states to share out.
+        # FSDP takes no scalars, and frozen parameters have no optimizer states to shard.
         shared = isinstance(parameter, DTensor) or (parameter.requires_grad and not dense.fully_sharded)
         group = dense if shared else everywhere
         if stage is None:
@@ -208,12 +210,12 @@ def place_module(
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that a checkpoint has."""
+    """Shapes of everything that a checkpoint contains."""
     return {name: tuple(one.shape) for name, one in (*module.named_parameters(), *_buffers(module))}
 
 
 def _is_here(block: nn.Module) -> bool:
-    """Whether a block is of this rank's stage."""
+    """Whether a block is in this rank's stage."""
     meta = {one.is_meta for one in block.parameters()}
     if len(meta) > 1:
         raise BadInput(
@@ -223,15 +225,15 @@ def _is_here(block: nn.Module) -> bool:
 
 
 def whole_everywhere(layout: Layout) -> ParameterGroup:
-    """Of what every data rank holds as a whole, whatever the layout shards."""
+    """The group of parameters that every data rank holds whole, whatever the layout shards."""
     ranks = RankGroup("dp·fsdp·cp", layout.data_ranks * layout.cp, layout.tp)
     return ParameterGroup("whole", RankGroup("fsdp", 1, layout.tp), ranks, 3, True)
 
 
 def take_in(tensors: Iterable[Tensor], device: torch.device, arrived: set[Tensor]) -> None:
-    """Parameters and buffers to their device, with the first rank's values: random weights differ by rank.
+    """Move parameters and buffers to their device and broadcast the first rank's values: random weights differ by rank.
 
-    ``arrived``: those that are there, to which these are added.
+    ``arrived``: tensors already done; these are added to it.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor) or tensor in arrived:
@@ -250,8 +252,8 @@ def take_in(tensors: Iterable[Tensor], device: torch.device, arrived: set[Tensor
 
 
 def take_in_stage(stage: ModuleStage, device: torch.device, arrived: set[Tensor]) -> None:
-    """What a stage has, with the first rank's values, to its device; of the rest, which all ranks pass on to those that
-    have it, shapes are kept.
+    """Move a stage's tensors to its device with the first rank's values. Tensors of other stages are broadcast too,
+    for the ranks that hold them, and keep only their shape here.
     """
     for tensor, owners in tensor_owners(stage.module).items():
         if all(is_within(path, stage.absent) for path, _, _ in owners) and not tensor.is_meta:
@@ -268,11 +270,11 @@ def tensors_of(*modules: nn.Module) -> list[Tensor]:
 def _shard(
     root: nn.Module, blocks: list[nn.Module], mesh: Mesh, alone: list[nn.Parameter], arrived: set[Tensor]
 ) -> None:
-    """Block by block, so that of a large model one block and shards are on the device at a time."""
+    """Shard block by block, so that the device holds at most one unsharded block of a large model at a time."""
     unit, pipelined = mesh.layout.unit, mesh.layout.pp > 1
-    # Of other stages there are shapes.
+    # Other stages' parameters are only shapes.
     left = {*alone, *(one for one in root.parameters() if pipelined and one.is_meta)}
-    # From the last to the first: what lies inside of another comes before it.
+    # From last to first, so that nested blocks come before the ones around them.
     for start in reversed(range(0, len(blocks), unit)):
         modules = blocks[start : start + unit]
         take_in(tensors_of(*modules), mesh.device, arrived)
@@ -280,7 +282,7 @@ def _shard(
         fully_shard(modules, mesh=mesh.sharding, reshard_after_forward=not pipelined, ignored_params=left)
     take_in((one for one in tensors_of(root) if not pipelined or not one.is_meta), mesh.device, arrived)
     _check_alike([root])
-    # What is left, embeddings and norms, is used at both ends of a step.
+    # The rest, embeddings and norms, is used at both ends of a step.
     fully_shard(root, mesh=mesh.sharding, reshard_after_forward=False, ignored_params=left)
     sum_gradients(root)
     if pipelined:
@@ -306,11 +308,11 @@ def _reducer(
     tune: TuneSection,
     tied: Collection[str],
 ) -> Reducer:
-    """``tied``: what is cut alike on the two stages that have it."""
+    """``tied``: parameters cut alike on the two stages that have them."""
     bucket_bytes = round(tune.bucket_mb * 2**20)
     together: dict[object, list[HeldParameter]] = {}
     for one in trained:
-        # A bucket has one type; FSDP's units have theirs.
+        # A bucket has one dtype; FSDP's units have their own.
         own = one.name if one.name in tied else ""
         key = None if one.group.fully_sharded else (one.group, one.parameter.dtype, own)
         together.setdefault(key, []).append(one)
@@ -328,7 +330,7 @@ def _reducer(
 
     parts = [(held, reducer(held)) for held in together.values()]
     if not parts:
-        return NoReducer([], mesh)  # a stage whose parameters are all frozen
+        return NoReducer([], mesh)  # all of the stage's parameters are frozen
     return ComposedReducer(trained, parts) if len(parts) > 1 else parts[0][1]
 
 
@@ -354,6 +356,6 @@ def _kept(held: HeldParameter, mesh: Mesh) -> Shard | None:
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that a state dict has: the others are computed from the config."""
+    """Buffers that a state dict contains; the others are computed from the config."""
     stored = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in stored]

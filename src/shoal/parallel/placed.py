@@ -33,33 +33,33 @@ class Placed:
 
     segments: list[StageModule]
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
-    frozen: list[tuple[str, Slice]]  # those of them that are not trained
+    frozen: list[tuple[str, Slice]]  # those that are not trained
     still: list[Shard]  # frozen elements that this rank writes to checkpoints
-    parts: list[Reducer]  # of ``gradients``, one for each way to sum them
+    parts: list[Reducer]  # the reducers inside ``gradients``
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
     routers: RouterTally
-    exact: StrictReducer | None  # in strict mode
+    exact: StrictReducer | None  # set in strict mode
     compiled: CompiledBlocks | None  # None: blocks run eager
-    float8: Float8Scales | None  # None: products are in the compute precision
-    host: HostMemory  # where offloaded tensors wait
-    files: Files | None  # where those offloaded to NVMe do
+    float8: Float8Scales | None  # None: matmuls run in the compute precision
+    host: HostMemory  # where offloaded tensors live
+    files: Files | None  # where tensors offloaded to NVMe live
     offloaded: OffloadedStates | None  # None: the device updates all of this rank's parameters
-    fetched: ParameterFetcher | None  # None: all weights rest on the device
-    # How many blocks ahead of the computed one weights are read, while an offloaded update still runs; None: the next
+    fetched: ParameterFetcher | None  # None: all weights stay on the device
+    # How many blocks ahead of the current one weights are read while an offloaded update still runs; None: the next
     # forward pass waits for the whole update.
     reads_ahead: int | None
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Names of what the loss reports beside its value."""
+        """Names of what the loss reports in addition to its value."""
         return self.segments[0].network.loss.measures
 
     def take_early(self, take: Callable[[Shard, Tensor], None]) -> None:
         """Hand over each gradient during the backward pass, as soon as it is complete.
 
-        Gradients to which other ranks' are added at the end of a step stay until then.
+        Gradients that are summed with other ranks' at the end of a step stay until then.
         """
         for part in self.parts:
             chosen = [piece for piece in part.pieces if not self.shared.sums(piece)]
@@ -77,7 +77,7 @@ class Placed:
             self.offloaded.start_step(micro_batches)
 
     def finish_step(self, batch: int) -> None:
-        """Give every piece the gradient of the global batch, of ``batch`` sequences, where it is updated."""
+        """Give every piece the gradient of the global batch of ``batch`` sequences, on the device that updates it."""
         if self.fetched is not None:
             self.fetched.drop_all()
         self.gradients.finish_step()
@@ -88,7 +88,7 @@ class Placed:
             self.offloaded.leave_rest()
 
     def fill(self, give: Fill) -> None:
-        """Give values to the pieces that this rank updates; all ranks' weights follow from them."""
+        """Initialise the pieces that this rank updates; all ranks' weights follow from them."""
         pieces = self.gradients.pieces
         together = [piece for piece in pieces if piece.away is None]
         give([(piece.name, part) for piece in together for part in piece_slices(piece, piece.tensor)])
@@ -104,7 +104,7 @@ class Placed:
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:
-        """Give the frozen weights their values; checkpoints do not have those of a base under adapters."""
+        """Initialise the frozen weights. Checkpoints do not contain a base under adapters."""
         here = [one for one in self.frozen if one[1].write is None]
         fill_packed(here, give)
         if plain := [one for one in here if one[1].local.dtype != PACKED]:
@@ -112,7 +112,7 @@ class Placed:
         for name, part in self.frozen:
             if part.write is None or give is no_weights:
                 continue
-            # One after another, and computed on the device, as those that are updated elsewhere.
+            # One at a time, computed on the device, as for offloaded trained weights.
             values = torch.empty(part.local.shape, dtype=part.local.dtype, device=self.host.device)
             filled = part._replace(local=values, read=None, write=None)
             if values.dtype == PACKED:
@@ -125,9 +125,10 @@ class Placed:
                 give_back_what_is_free()
 
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
-        """Bring the weights that the network reads up to date, on all ranks, with the pieces' new values.
+        """Bring the weights that the network reads up to date with the pieces' new values, on all ranks.
 
-        ``copied``: this rank's working copies are up to date already. ``returned``: offloaded pieces' are, or will be.
+        ``copied``: this rank's working copies are already up to date. ``returned``: the offloaded pieces' copies are,
+        or will be.
         """
         pieces = self.gradients.pieces
         if self.fetched is not None:

@@ -1,7 +1,7 @@
 """Activation checkpointing: drop activations and recompute them in the backward pass.
 
-``full`` keeps a block's input alone. ``selective`` also keeps what matrix multiplications gave, which is dear to
-compute, and repeats attention, norms and the elementwise rest, which are cheap for the memory they take.
+``full`` keeps only a block's input. ``selective`` also keeps the results of matmuls, which are expensive to compute,
+and recomputes attention, norms and elementwise operations, which are cheap for the memory they save.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def selective_contexts() -> Contexts:
-    """For a block's forward pass, which keeps matrix products, and for its repetition, which is given them."""
+    """Contexts for a block's forward pass, which saves matmul results, and for its recomputation, which reuses them."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 
@@ -46,9 +46,10 @@ def recompute(
     contexts: Callable[[], Contexts] = selective_contexts,
     generators: bool = False,
 ) -> None:
-    """From now on these blocks keep less for their backward pass. ``contexts``: of a selective one.
+    """Make these blocks save less for their backward pass. ``contexts`` builds the contexts of selective recomputation.
 
-    ``generators``: they draw from torch's, whose state is then kept. Random numbers of our own blocks are hashes.
+    ``generators``: the blocks draw from torch's random generators, whose state is then saved. Shoal's own blocks use
+    hashes.
     """
     if kind == "none":
         return
@@ -56,14 +57,14 @@ def recompute(
     if kind == "selective":
         context["context_fn"] = contexts
     for block in blocks:
-        # Around forward and not around the module: hooks, such as FSDP's, which gather its weights, stay outside.
+        # Wrap ``forward``, not the module: hooks, such as FSDP's, which gather its weights, stay outside.
         block.forward = _checkpointed(block.forward, context)
 
 
 def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **named: Any) -> Any:
         if named:
-            # Some names of its arguments are also names of checkpoint's own.
+            # Some argument names are also names of checkpoint's own arguments.
             return checkpoint(partial(forward, **named), *arguments, use_reentrant=False, **context)
         return checkpoint(forward, *arguments, use_reentrant=False, **context)
 
@@ -71,9 +72,9 @@ def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Calla
 
 
 def keeps(operator: Any, arguments: Sequence[Any]) -> bool:
-    """Whether selective recomputation keeps what an operator gives."""
+    """Whether selective recomputation keeps an operator's result."""
     if operator is torch.ops.aten.addmm.default and arguments[0].dim() == 2:
-        return False  # an adapter's: cheap, and as large as the product that it is added to, which is kept
+        return False  # an adapter's: cheap, and as large as the product it is added to, which is kept
     return operator in MATRIX_PRODUCTS
 
 

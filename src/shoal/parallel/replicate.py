@@ -1,11 +1,11 @@
 """Data parallelism (``dp``): every rank holds the whole model; gradients are all-reduced.
 
-Gradients live in flat buckets. While the last micro-batch's backward runs, each bucket is all-reduced as soon as
-its last gradient has arrived, behind the computation of earlier layers. Earlier micro-batches only accumulate.
+Gradients live in flat buckets. During the backward pass of the last micro-batch, each bucket is all-reduced as soon as
+its last gradient arrives, overlapped with the computation of earlier layers. Earlier micro-batches only accumulate.
 
-Why not torch's DistributedDataParallel: it re-cuts its buckets after the first iteration of a process, and with
-three or more ranks the place of an element in a bucket decides the order in which it is summed. A resumed run
-would then differ from an uninterrupted one in the last bits. Here the cut is fixed by ``facts.groups``.
+Why not torch's DistributedDataParallel: it re-cuts its buckets after the first iteration of a process, and with three
+or more ranks an element's place in its bucket decides the order of summation. A resumed run would then differ from an
+uninterrupted one in the last bits. Here ``facts.groups`` fixes the buckets.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class GradientBucket:
     def clear(self) -> None:
         self.flat.zero_()
         for one, view in zip(self.held, self.views, strict=True):
-            # An optimizer's ``zero_grad`` would have them somewhere else.
+            # An optimizer's ``zero_grad`` may have replaced the view.
             if one.parameter.grad is not view:
                 one.parameter.grad = view
 
 
 class Replicate(WholeParameters):
-    """Sums gradients over the replicas of a model."""
+    """All-reduces gradients over the replicas of a model."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Replicate(WholeParameters):
         super().__init__(held, mesh)
         self.group = mesh.group_of(held[0].group.replicated)
         self.reduce_dtype = reduce_dtype
-        # A stage of a pipeline is complete at its own time, so it has its own buckets.
+        # Each pipeline stage finishes at its own time, so it has its own buckets.
         self.stages: dict[int, BucketReducer[GradientBucket]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
             by_label = {one.label: one for one in held if one.stage == stage}
@@ -69,7 +69,7 @@ class Replicate(WholeParameters):
         self._flying: list[tuple[GradientBucket, torch.Tensor, dist.Work]] = []
 
     def start_step(self) -> None:
-        """Clear the gradients of the step before."""
+        """Clear the gradients of the previous step."""
         for queue in self.stages.values():
             queue.reset(listening=False)
             for bucket in queue.buckets:
@@ -84,7 +84,7 @@ class Replicate(WholeParameters):
             queue.send_rest()
 
     def finish_step(self) -> None:
-        """Wait until every bucket has been summed."""
+        """Wait until every bucket is summed."""
         for bucket, sent, work in self._flying:
             work.wait()
             if sent is not bucket.flat:

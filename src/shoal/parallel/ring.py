@@ -1,14 +1,14 @@
-"""Ring attention (``cp_kind=ring``): keys and values go round the ranks, queries and results stay.
+"""Ring attention (``cp_kind=ring``): keys and values go round the ranks; queries and results stay.
 
-In each of cp turns a rank attends with the keys and values of one of them, and passes these on to the next rank before
-it begins, so that the exchange happens beside the computation. Parts of a result are merged by their logarithms. Every
-rank has the same causal work in every turn (``facts/layout/ring_blocks.py``).
+In each of cp turns a rank attends with one rank's keys and values. It first starts passing them on to the next rank, so
+communication overlaps with computation. Partial results are merged by their log-sum-exps. Every rank has the same
+causal work in every turn (``facts/layout/ring_blocks.py``).
 
-Backward, keys and values go round once more. Their gradients follow them, each rank adding its part, and end where they
-belong; a rank's own part waits there for the others'. They travel as wide as keys and values.
+In the backward pass, keys and values go round once more. Their gradients follow them, each rank adding its part, and
+end at their owner, where the owner's own part waits for them. Gradients travel in the dtype of keys and values.
 
-An operator of our own computes a turn: the compiler does not look into it, and a dry run sees the tensors that are
-there on every device.
+Each turn is a custom operator: the compiler does not trace into it, and a dry run sees the tensors that a real device
+has.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shoal.parallel.ring_exchange import Passing, pass_on
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank's place among those that share a sequence."""
+    """This rank's place among the ranks that share a sequence."""
 
     group: dist.ProcessGroup
     ranks: int
     index: int
 
     def source(self, turn: int) -> int:
-        """The rank whose keys and values are here in a turn."""
+        """The rank whose keys and values are here in a given turn."""
         return (self.index - turn) % self.ranks
 
     def pass_on(self, tensor: Tensor) -> Passing:
@@ -45,7 +45,7 @@ class Ring:
 
 
 class RingAttend:
-    """Takes the place of ``attend``: queries, keys and values are those of this rank's tokens."""
+    """Replaces ``attend``: queries, keys and values are those of this rank's tokens."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -62,7 +62,7 @@ class RingAttend:
         window: int | None,
         cap: float | None = None,
     ) -> Tensor:
-        """``documents`` are those of the whole rows."""
+        """``documents`` describe the whole rows."""
         ends, sizes = (None, None) if documents is None else (documents.host_ends, documents.sizes)
         mixed: Tensor = RingAttention.apply(query, key, value, ends, sizes, self.ring, window, scale, cap)
         return mixed
@@ -120,13 +120,13 @@ class RingAttention(torch.autograd.Function):
                 *(*place, passing is None, *ctx.scores),
             )
             if passing is None:
-                held = part  # the last keys and values are done with
+                held = part  # done with the last keys and values
             if turn == 0:
                 own = part
             else:
                 if following is not None:
                     part.add_(following.wait())
-                following = None  # lets go of what it holds, before more comes
+                following = None  # release them before the next ones arrive
                 following = ring.pass_on(part)
             if passing is not None:
                 held = passing.wait()
@@ -139,19 +139,19 @@ class RingAttention(torch.autograd.Function):
 def attend_turn(
     query: Tensor,  # [B, tokens, heads, head_dim]
     keys_values: Tensor,  # [2, B, tokens, key heads, head_dim]
-    total: Tensor | None,  # the result of the turns before, and its logarithms [B, heads, tokens]
+    total: Tensor | None,  # the result of earlier turns, and its log-sum-exp [B, heads, tokens]
     logarithms: Tensor | None,
-    ends: Tensor | None,  # see Documents, on the host; None: rows are one document each
+    ends: Tensor | None,  # see Documents, on the host; None: one document per row
     sizes: Tensor | None,
     ranks: int,
     index: int,
-    source: int,  # whose keys they are
-    last: bool,  # the result is as wide as the queries; before, at least fp32
+    source: int,  # the rank whose keys these are
+    last: bool,  # return the result in the queries' dtype; before the last turn it is at least fp32
     window: int | None,
     scale: float,
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The result with these keys and values as well, and its logarithms."""
+    """Merge attention to these keys and values into the result; returns the new result and its log-sum-exp."""
     rows, tokens, heads, _ = query.shape
     wide = logarithm_dtype(query)
     if total is None or logarithms is None:
@@ -197,7 +197,7 @@ def attend_turn_backward(
     keys_values: Tensor,
     output: Tensor,
     logarithms: Tensor,
-    changes: Tensor | None,  # the queries' gradient from the turns before
+    changes: Tensor | None,  # the queries' gradient from earlier turns
     ends: Tensor | None,
     sizes: Tensor | None,
     ranks: int,
@@ -208,7 +208,7 @@ def attend_turn_backward(
     scale: float,
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The queries' gradient with this turn's, and what this rank adds to the gradient of these keys and values."""
+    """The queries' gradient including this turn, and this rank's part of the gradient of these keys and values."""
     rows, tokens, _, _ = query.shape
     wide = torch.zeros_like(query, dtype=logarithm_dtype(query)) if changes is None else changes.clone()
     found = torch.zeros_like(keys_values)
@@ -250,10 +250,10 @@ def _(
 
 @torch.library.custom_op("shoal::in_backward", mutates_args=())
 def in_backward(keys_values: Tensor, gradient: Tensor) -> Tensor:
-    """A copy that needs the gradient, so that the compiler leaves what is done with it to the backward pass.
+    """A copy that depends on ``gradient``, so that the compiler leaves what uses it in the backward pass.
 
-    It takes two equal exchanges for one, and what depends on the forward pass alone it would do there: keys and values
-    of all ranks would be kept from the one pass to the other.
+    Otherwise the compiler would merge the two equal exchanges, and move whatever depends only on the forward pass
+    there: it would keep the keys and values of all ranks from the forward to the backward pass.
     """
     return keys_values.clone()
 
@@ -264,5 +264,5 @@ def _(keys_values: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _listed(ends: Tensor | None, sizes: Tensor | None) -> list[int] | None:
-    """Cumulative lengths of the documents; nothing here waits for a device."""
+    """Cumulative document lengths as a list; never synchronises with a device."""
     return None if ends is None or sizes is None else listed_ends(ends, sizes)

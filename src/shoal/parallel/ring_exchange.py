@@ -1,8 +1,8 @@
-"""Pass a tensor on to the next rank of a ring and receive the one of the rank before, beside what is computed.
+"""Pass a tensor to the next rank of a ring and receive the previous rank's, overlapped with computation.
 
-Inside of a compiled block it is one of torch's functional collectives, an operator that the compiler sees and keeps in
-order, begun here and waited for where it is used. Torch has no functional message; an all-to-all in which a rank has
-something for the next one alone sends the same bytes.
+Inside a compiled block it is one of torch's functional collectives, an operator that the compiler sees and keeps in
+order, started here and waited for at its use. Torch has no functional point-to-point message; an all-to-all in which
+each rank sends only to the next one moves the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class Passing:
-    """A tensor on its way here; what was sent is kept until both have arrived."""
+    """A tensor being received; what was sent stays alive until both have arrived."""
 
     arriving: Tensor
     sent: Tensor
@@ -32,7 +32,7 @@ class Passing:
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup, ranks: int, index: int) -> Passing:
-    """Begin; the tensor must not change until it has been waited for."""
+    """Start the exchange; the tensor must not change until it has been waited for."""
     after, before = (index + 1) % ranks, (index - 1) % ranks
     if torch.compiler.is_compiling():
         flat = tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""What the routers of all layers did in a step: how many tokens they sent to each expert, and their losses."""
+"""What the routers of all layers did in a step: tokens sent to each expert, and the routers' losses."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard
 from shoal.parallel.stage_module import StageModule
 
-LOSSES = 2  # after the experts' numbers: the balance and z
+LOSSES = 2  # columns after the experts': the balance loss and the z-loss
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of the global batch, the same in every layout."""
+    """Expert load of the global batch, the same in every layout."""
 
-    sent: tuple[tuple[int, ...], ...]  # of every layer with experts: tokens that each expert was sent
+    sent: tuple[tuple[int, ...], ...]  # per MoE layer: tokens sent to each expert
     balance: float  # summed over sequences and layers
     z: float  # summed over tokens and layers
 
     @property
     def per_expert(self) -> list[int]:
-        """All layers together."""
+        """Tokens per expert, summed over layers."""
         return [sum(layer) for layer in zip(*self.sent, strict=True)]
 
     @property
     def imbalance(self) -> float:
-        """How many times an even share the busiest expert of any layer had."""
+        """The largest ratio, over all layers and experts, of an expert's tokens to an even share."""
         return max(max(layer) * len(layer) / max(1, sum(layer)) for layer in self.sent)
 
 
 class RouterTally:
-    """This rank's routers, by the layers they are in."""
+    """Counts for this rank's routers, by layer."""
 
     def __init__(self, segments: list[StageModule], model: Model, mesh: Mesh) -> None:
         layers = [layer for layer in range(model.layers) if model.has_experts(layer)]
@@ -53,18 +53,18 @@ class RouterTally:
         }
         self.device = mesh.device
         self.shape = (len(layers), model.experts.count + LOSSES if model.experts else 0)
-        # Without sequence parallelism all ranks of a tensor group see the same tokens: one of them speaks for all.
+        # Without sequence parallelism all ranks of a tensor group see the same tokens, so only one of them counts.
         self.speaks = mesh.layout.sp or mesh.coords["tp"] == 0
         for router in self.routers.values():
             router.prepare(mesh.device)
 
     def start_step(self, scale: float) -> None:
-        """``scale``: what the loss is multiplied by, beside what makes a mean of it."""
+        """``scale``: what the loss is multiplied by, besides the factor that makes it a mean."""
         for router in self.routers.values():
             router.start_step(scale)
 
     def seen(self) -> Tensor:
-        """All that was counted here, row by row of ``shape``; zero for layers of other ranks. To be summed over all."""
+        """This rank's counts, flattened from ``shape``; zero for layers of other ranks. To be summed over all ranks."""
         found = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         for number, router in self.routers.items():
             if self.speaks and router.tally.grad is not None:
@@ -73,9 +73,9 @@ class RouterTally:
 
     @torch.no_grad()
     def balance(self, pieces: list[Shard], summed: Tensor, rate: float, refused: Tensor) -> None:
-        """Move the corrections of experts that were sent fewer tokens than others up, and of the rest down.
+        """Raise the bias corrections of experts that got fewer tokens than average, and lower the others'.
 
-        ``summed``: what all ranks have seen. Where the step is refused, nothing moves.
+        ``summed``: the counts of all ranks. If the step is refused, nothing changes.
         """
         counts = summed.view(self.shape)[:, :-LOSSES]
         for piece in pieces:
@@ -85,7 +85,7 @@ class RouterTally:
                 piece.tensor.add_((wanted * rate).masked_fill(refused, 0.0).to(piece.tensor.dtype))
 
     def load(self, summed: Sequence[float]) -> ExpertLoad | None:
-        """From the sum over all ranks; None where the model has no experts."""
+        """The load from the counts summed over all ranks; None if the model has no experts."""
         if not summed:
             return None
         width = self.shape[1]

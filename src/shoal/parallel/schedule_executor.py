@@ -1,7 +1,8 @@
-"""Carry out a pipeline schedule: this rank's instructions, one after the other.
+"""Run a pipeline schedule: this rank's instructions, one after the other.
 
-Without a pipeline the list reads: forward and backward of the first micro-batch, then of the second, and so on. What a
-stage computes is its own: part of a network that Shoal built (``execute``), or of any module (``module_pipeline``).
+Without a pipeline the list is: forward and backward of the first micro-batch, then of the second, and so on. What a
+stage computes is up to the subclass: part of a network built by Shoal (``execute``), or of any module
+(``module_pipeline``).
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ Key = tuple[int, int]  # (stage, micro-batch)
 
 
 class Segment(Protocol):
-    """What a rank has of one stage."""
+    """A rank's part of one stage."""
 
     stage: Stage
 
     def __call__(self, inputs: Tensor, batch: Any, place: int | None = None) -> Tensor:
-        """Hidden states of the stage before in; out come hidden states or, at the end, the sums of the loss."""
+        """Takes the previous stage's hidden states; returns hidden states or, at the last stage, sums of the loss."""
 
 
 @dataclass
 class StepState:
-    """What is between two instructions of a step."""
+    """State carried between the instructions of a step."""
 
     batches: Sequence[Any]
     arriving: dict[Key, Arrival | Tensor] = field(default_factory=dict)  # hidden states
@@ -57,44 +58,44 @@ class ScheduleExecutor:
         split_backward: bool = False,
         compiled: bool = False,
     ) -> None:
-        """``split_backward``: whether the schedule's separate weight gradients are really computed apart.
+        """``split_backward``: whether the schedule's separate weight-gradient passes really run separately.
 
-        ``compiled``: whether blocks compile when they are first run.
+        ``compiled``: whether blocks compile when they first run.
         """
         self.segments = {segment.stage.index: segment for segment in segments}
         self.mesh, self.layout = mesh, mesh.layout
         self.gradients = gradients
         self.stages = self.layout.pp * self.layout.chunks
         self.channels = Channels(mesh) if self.layout.pp > 1 else None
-        # What has been computed before, where that matters.
+        # Kinds of batches already computed, where that matters.
         self.loaded: set[Hashable] | None = None
         if self.channels is not None and (compiled or mesh.device.type == "cuda"):
             self.loaded = set()
         self.deferred = Deferred() if split_backward else None
 
-    # What differs with what a stage computes.
+    # What subclasses define, because it depends on what a stage computes.
 
     def kind(self, batch: Any) -> Hashable:
-        """Batches of one kind run the same kernels."""
+        """Batches of the same kind run the same kernels."""
         raise NotImplementedError
 
     def entry(self, batch: Any) -> Tensor:
-        """What the first stage is given."""
+        """The first stage's input."""
         raise NotImplementedError
 
     def boundary(self, stage: int, batch: Any) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of the hidden states that come to a stage, and of their gradients."""
+        """Shape and dtype of the hidden states entering a stage, and of their gradients."""
         raise NotImplementedError
 
     # Passes.
 
     def both_passes(self, batches: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward; what the loss gave of each micro-batch whose end is here."""
+        """Forward and backward; returns the loss's sums of each micro-batch whose last stage is here."""
         program = self._program(len(batches))
         complete = _last_backward(program)
         underway = StepState(batches)
         for number, instruction in enumerate(program):
-            # A trace shows which instruction it is at; outside of one this costs microseconds.
+            # Traces show the current instruction; outside a trace this costs microseconds.
             with record_function(f"shoal {instruction}"):
                 stage, micro = instruction.stage, instruction.micro
                 last = complete.get(stage) == number
@@ -121,7 +122,7 @@ class ScheduleExecutor:
 
     @torch.no_grad()
     def forward_passes(self, batches: Sequence[Any], place: int | None = None) -> list[Tensor]:
-        """What the end of the network gave of each micro-batch, where that is here."""
+        """Forward only; returns the network's output for each micro-batch whose last stage is here."""
         underway = StepState(batches)
         for instruction in self._program(len(batches)):
             if instruction.action is Action.FORWARD:
@@ -138,19 +139,19 @@ class ScheduleExecutor:
         return underway.losses
 
     def load_kernels(self, batch: Any, place: int | None = None) -> None:
-        """Compute every stage once, before the first message, wherever a batch of this shape was not computed yet.
+        """Compute every stage once before the first message, unless a batch of this shape was computed before.
 
-        CUDA loads a kernel when it is first launched, and for that waits until the device is idle; which it may not
-        be, because a receive that was started ahead waits there for a rank that waits for us. And stages compile their
-        blocks at the same time here; in a step each would begin when the one before is done. What is computed is
-        thrown away: all ranks of a stage take part in its sums, and the step then starts anew.
+        CUDA loads a kernel at its first launch and waits for an idle device to do so. The device may never be idle: a
+        receive posted ahead may be waiting there for a rank that waits for us. Also, stages compile their blocks in
+        parallel here; within a step each would start compiling only when the one before is done. The results are
+        discarded: all ranks of a stage take part in its sums, and the step then starts afresh.
         """
         kind = (self.kind(batch), torch.is_grad_enabled(), place is None)
         if self.loaded is None or kind in self.loaded:
             return
         self.loaded.add(kind)
         for stage, segment in self.segments.items():
-            # Twice, because the second time gradients are added to those of the first.
+            # Twice: the second time gradients are added to those of the first.
             for _ in range(2 if torch.is_grad_enabled() else 1):
                 inputs = self.entry(batch)
                 if not segment.stage.first:
@@ -174,7 +175,7 @@ class ScheduleExecutor:
 
     @contextmanager
     def _deferring(self, stage: int, micro: int) -> Iterator[None]:
-        """Weight gradients of the backward pass inside are left for later, unless they never are."""
+        """Defer the weight gradients of the enclosed backward pass, if the schedule splits them off."""
         if self.deferred is None:
             yield
             return
@@ -200,7 +201,7 @@ class ScheduleExecutor:
         underway.outputs[stage, micro] = output
         if segment.stage.last:
             underway.losses.append(output.detach())
-        elif stage + 1 in self.segments:  # the bottom of a V: the next stage is here as well
+        elif stage + 1 in self.segments:  # the turn of a V-shaped schedule: the next stage is here as well
             underway.arriving[stage + 1, micro] = output.detach()
 
     def _backward(self, stage: int, micro: int, underway: StepState) -> None:
@@ -211,7 +212,7 @@ class ScheduleExecutor:
         else:
             gradient = _arrived(underway.arriving_back.pop((stage, micro)))
             if self.channels is not None and stage + 1 not in self.segments:
-                # The gradient of what was sent: the rank that computed it has received it.
+                # The gradient has come back, so its rank has received what was sent.
                 next_rank = self._rank_of(stage + 1)
                 self.channels.has_arrived(Instruction(Action.SEND_FORWARD, stage, micro, next_rank))
             torch.autograd.backward(output, gradient)
@@ -230,13 +231,13 @@ class ScheduleExecutor:
                 shape, dtype = self.boundary(stage, underway.batches[micro])
                 underway.arriving[stage, micro] = self.channels.receive(shape, dtype, peer)
             case Action.RECEIVE_BACKWARD:
-                # It may be awaited before what it is the gradient of is computed.
+                # The receive may be posted before the forward pass that this gradient belongs to.
                 shape, dtype = self.boundary(stage + 1, underway.batches[micro])
                 underway.arriving_back[stage, micro] = self.channels.receive(shape, dtype, peer)
 
 
 def _last_backward(program: list[Instruction]) -> dict[int, int]:
-    """For every stage the number of the instruction that completes its gradients."""
+    """For every stage, the index of the instruction that completes its gradients."""
     return {
         instruction.stage: number
         for number, instruction in enumerate(program)

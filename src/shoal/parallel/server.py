@@ -1,8 +1,8 @@
 """Parameter servers: the range of parameters that a server updates, and its links to workers.
 
-A link is a gloo group of two processes. Each worker has its own with each server, so that a worker that is lost takes
-no other link with it, and one that comes back meets the servers anew. ``dist.new_group`` could not do that: it makes
-groups out of the ranks of one world, which is fixed; so links are made of gloo's process group itself, the public class
+A link is a gloo group of two processes. Each worker has its own link to each server, so losing a worker takes down no
+other link, and one that returns can connect again. ``dist.new_group`` could not do that: it builds groups from the
+fixed ranks of one world. So links use gloo's process group directly, through the public class
 ``torch.distributed.ProcessGroupGloo``.
 """
 
@@ -26,22 +26,22 @@ from shoal.parallel.shards import HeldParameter, Shard, held_parameters, piece_s
 from shoal.parallel.stage_module import split_stages
 
 WORKER, SERVER = 0, 1
-# What precedes every exchange: numbers, whole ones up to 2^53 among them.
+# Numbers that precede every exchange, among them integers up to 2^53.
 HEADER = 6
-# What a worker asks for, and what it is told to do.
+# Requests of a worker, and the server's commands.
 PUSH, PULL, NEXT, RESULT = range(4)
 TRAIN, EVALUATE, END = range(3)
 
 
 class LinkLost(RuntimeError):
-    """The other end of a link has died, or does not answer."""
+    """The other end of a link has died or does not answer."""
 
 
 class ServerLink:
     """Send and receive between one worker and one server."""
 
     def __init__(self, store: dist.Store, name: str, role: int, timeout: timedelta) -> None:
-        """Both ends give the same ``name``, which no other link has; it waits for the other end."""
+        """Both ends pass the same ``name``, unique to this link; waits for the other end."""
         self.peer, self.timeout = 1 - role, timeout
         try:
             self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), role, 2, timeout)
@@ -61,7 +61,7 @@ class ServerLink:
         self.send(header)
 
     def hear(self, timeout: timedelta | None = None) -> list[float]:
-        """``timeout``: how long the other end may take to say something, if other than usual."""
+        """``timeout``: how long to wait for the other end, if not the usual time."""
         found: list[float] = self.receive(torch.zeros(HEADER, dtype=torch.float64), timeout).tolist()
         return found
 
@@ -75,13 +75,13 @@ class ServerLink:
 
 
 class ServedParameters:
-    """One server's range of a network's parameters, in one flat tensor: its pieces are views, and so are gradients."""
+    """One server's range of a network's parameters, in one flat tensor; pieces and gradients are views of it."""
 
     frozen: Sequence[tuple[str, Slice]] = ()
     still: Sequence[Shard] = ()
 
     def __init__(self, network: Network, mesh: Mesh, seq: int, device: torch.device) -> None:
-        """``network`` is on the meta device and stays there; ``mesh`` has the servers."""
+        """``network`` stays on the meta device; ``mesh`` is that of the servers."""
         held = held_on_meta(network, mesh, seq)
         mine = ranges(held, mesh.world)[mesh.rank]
         dtype = next(network.parameters()).dtype
@@ -105,7 +105,7 @@ class ServedParameters:
         give([(piece.name, part) for piece in self.pieces for part in piece_slices(piece, piece.tensor)])
 
     def after_update(self) -> None:
-        """Workers pull what is there."""
+        """Nothing to do: workers pull the new values."""
 
 
 def held_on_meta(network: Network, mesh: Mesh, seq: int) -> list[HeldParameter]:

@@ -1,14 +1,15 @@
 """Sharded parameters, gradients and optimizer states (``zero=3``) with torch's FSDP2.
 
-Of every parameter a rank of the ``fsdp`` group, with context parallelism of ``fsdp``·``cp``, holds some rows. A unit of
-modules (``facts.groups``) is gathered before it is used and freed after; its gradients are reduce-scattered behind the
-backward pass of the units before it. With replicas (``dp``) the sums are then all-reduced over these, once a step.
+Each rank of the ``fsdp`` group (of ``fsdp``·``cp`` ranks with context parallelism) holds some rows of every parameter.
+A unit of modules (``facts.groups``) is all-gathered before use and freed after; its gradients are reduce-scattered
+behind the backward pass of the units before it. With replicas (``dp``), the sums are then all-reduced over them once
+per step.
 
-Routed experts are units of their own, sharded over the ranks that hold the same ones: of a stack of experts each has
-some. Where no rank of a replica holds the same ones as another, they are left to the strategies for whole parameters.
+Routed experts are units of their own, sharded over the ranks that hold the same experts: each has some experts of the
+stack. Where no two ranks of a replica hold the same experts, the strategies for unsharded parameters handle them.
 
-A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
-gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
+A pipeline runs every unit once per micro-batch, so parameters stay gathered for the whole step and gradients stay
+unsharded until the stage's last backward pass. They accumulate in the reduction dtype.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ def shard(
 ) -> None:
     """Shard a segment that is still on the meta device.
 
-    ``tune.persist_below``: a unit with fewer elements is not freed between its forward and its backward pass.
-    ``tune.prefetch``: how many units are gathered ahead of the one that is computed, in both passes.
+    ``tune.persist_below``: units with fewer elements stay gathered between their forward and backward pass.
+    ``tune.prefetch``: how many units to all-gather ahead of the one being computed, in both passes.
     """
     layout, network = mesh.layout, segment.network
     experts = groups.get(EXPERTS)
     routed_apart = experts is not None and experts.fully_sharded
-    # FSDP takes a module's parameters but for those that another unit has, and for these.
+    # FSDP takes a module's parameters except those in another unit and these.
     left = set() if routed_apart else _routed(segment)
-    # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
+    # Parameters are gathered in the compute dtype; gradients are still summed in the dtype every layout uses.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     ranks = mesh.sharding
     expert_ranks = mesh.expert_sharding if layout.ep > 1 and routed_apart else ranks
@@ -76,8 +77,8 @@ def shard(
         segment.stage.last,
         network.shape.tied and not segment.copied_head,
     )
-    order: list[list[FSDPModule]] = []  # of each unit the modules that FSDP knows it by
-    for unit in reversed(cut):  # the root, which takes what is left, comes last
+    order: list[list[FSDPModule]] = []  # for each unit, the modules FSDP knows it by
+    for unit in reversed(cut):  # the root, which takes the rest, comes last
         modules = _modules(segment, unit)
         routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
         apart: list[FSDPModule] = []
@@ -108,14 +109,14 @@ def shard(
 
 
 def sum_gradients(root: nn.Module) -> None:
-    """Losses are divided by the number of targets of the whole step, so gradients are summed and not averaged."""
+    """Make FSDP sum gradients, not average them: losses are already divided by the step's number of targets."""
     for module in _sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def keep_gathered(root: nn.Module) -> None:
-    """Between the passes of a step, whose gradients are reduced at its end."""
+    """Keep parameters gathered between the passes of a step; gradients are reduced at its end."""
     sharded = cast(FSDPModule, root)
     sharded.set_requires_gradient_sync(False)
     sharded.set_reshard_after_backward(False)
@@ -123,7 +124,7 @@ def keep_gathered(root: nn.Module) -> None:
 
 
 def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
-    """Its modules, without those that this model does not have."""
+    """The unit's modules, without those this model does not have."""
     if unit.modules == ("",):
         return [segment]
     children = dict(segment.network.named_modules())
@@ -131,7 +132,7 @@ def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
 
 
 def _unsharded(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that no unit has yet."""
+    """Parameters of the module that no unit has taken yet."""
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
 
 
@@ -141,14 +142,14 @@ def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) 
 
 
 def _values(parameter: nn.Parameter) -> int:
-    """Of one that is packed, those that its bytes stand for."""
+    """The number of values in a parameter; for a packed one, the values its bytes encode."""
     if parameter.dtype != PACKED:
         return parameter.numel()
     return parameter.shape[:-1].numel() * unpacked_width(parameter.shape[-1])
 
 
 def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
-    """Where FSDP cuts the experts of a layer, [experts, out, in]."""
+    """How FSDP cuts a layer's stack of experts, [experts, out, in]."""
     return lambda weight: ShardOf(sharded_dimension(weight.shape, ranks))
 
 
@@ -161,29 +162,31 @@ def _sharded_modules(segment: nn.Module) -> list[FSDPModule]:
 
 
 def _prefetch(order: list[list[FSDPModule]], ahead: int) -> None:
-    """``order``: units as the forward pass uses them, and the modules of each. Both passes begin a unit with the first
-    of these, which asks for the others and for all of the units ahead.
+    """Set up prefetching. ``order`` lists units in forward order, each as its modules.
+
+    In both passes a unit starts with its first module, which triggers the all-gathers of its other modules and of the
+    ``ahead`` next units.
     """
     for number, (first, *others) in enumerate(order):
         after, before = order[number + 1 : number + 1 + ahead], order[max(0, number - ahead) : number][::-1]
         first.set_modules_to_forward_prefetch([*others, *chain(*after)])
-        # Told of nothing, FSDP would gather the unit before; told of the unit itself, which is there, it does nothing.
+        # With an empty list FSDP would prefetch the previous unit by default; naming the unit itself is a no-op.
         first.set_modules_to_backward_prefetch([*chain(*before)] or [first])
         for other in others:
             other.set_modules_to_backward_prefetch([other])
 
 
 class ShardedRoot(NamedTuple):
-    """A module that is the root of its units, and the one within whose names are those of the parameters."""
+    """The root module of FSDP's units, and the module that parameter names are relative to."""
 
     module: nn.Module
     named: nn.Module
 
 
 class FullyShard:
-    """Sums gradients over the ranks of a replica, and over the replicas.
+    """Sums gradients over the ranks of a replica, then over the replicas.
 
-    Optimizer, clipping and checkpoints see the rows that are held here as plain tensors, which share FSDP's storage.
+    Optimizer, clipping and checkpoints see this rank's rows as plain tensors that share storage with FSDP's shards.
     """
 
     def __init__(
@@ -196,10 +199,10 @@ class FullyShard:
         frozen: Sequence[HeldParameter] = (),
         staged: StagedFiles | None = None,
     ) -> None:
-        """``roots``, one for each stage, have left the meta device; ``held`` has FSDP's own parameters.
+        """``roots``, one per stage, have left the meta device; ``held`` has FSDP's own parameters.
 
-        ``in_float8``: those of them that travel so. ``frozen``: those that FSDP gathers and nothing updates.
-        ``staged``: what fetches rows that rest in files.
+        ``in_float8``: the parameters that are all-gathered in fp8. ``frozen``: parameters that FSDP gathers and no
+        optimizer updates. ``staged`` reads the rows that are stored in files.
         """
         self.roots = {stage: root.module for stage, root in roots.items()}
         self.replicas = mesh.layout.dp > 1
@@ -208,7 +211,7 @@ class FullyShard:
         if self.replicas and reduce_dtype != held[0].parameter.dtype:
             for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
-        # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
+        # The first all-gather makes FSDP pad its rows into tensors that it keeps from then on.
         homes = {one.parameter: one for one in (*held, *frozen) if one.home is not None}
         gathered = [_gather_once(root, homes) for root in roots.values()]
         found = {label: weight for of_root in gathered for label, weight in of_root.weights.items()}
@@ -222,14 +225,15 @@ class FullyShard:
         for one in in_float8:
             one.drop_storage()
         if self.pipelined:
-            # FSDP would widen a gradient when a backward pass has left its unit. What is computed apart from any pass
-            # it hears of at the end of the step: several micro-batches would have added up in the compute precision.
+            # FSDP would upcast a gradient when the backward pass leaves its unit. Gradients computed outside any pass
+            # it sees are upcast only at the end of the step, after several micro-batches have accumulated in the
+            # compute dtype.
             for parameter in self.gathered:
                 parameter.grad_dtype = reduce_dtype
         self.parameters = {one.label: cast(DTensor, one.parameter) for one in held}
         self.held = {one.label: one for one in held}
         pieces = [piece(one, mesh) for one in held]
-        # A parameter with fewer rows than there are ranks leaves some of these without any.
+        # A parameter with fewer rows than ranks leaves some ranks without any.
         self.pieces = [piece for piece in pieces if piece.start < piece.stop]
 
     def start_step(self) -> None:
@@ -252,7 +256,7 @@ class FullyShard:
 
     def finish_step(self) -> None:
         if self.ahead is not None:
-            self.ahead.drop()  # read before the update
+            self.ahead.drop()  # prefetched before the update, so stale
         for piece in self.pieces:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:
@@ -261,13 +265,13 @@ class FullyShard:
                 piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
 
     def after_update(self) -> None:
-        """What is still gathered is out of date. Only in strict mode, which reduces nothing here, is there any."""
+        """Drop what is still gathered: it is stale. Only strict mode, which reduces nothing here, leaves any."""
         if self.pipelined:
             for module in self._modules():
                 module.reshard()
 
     def adding_up(self) -> list[Tensor]:
-        """With replicas, between micro-batches: this replica's sums so far. Nothing public of FSDP's tells them."""
+        """This replica's accumulated sums between micro-batches, with replicas. FSDP has no public way to read them."""
         groups = [_group(module) for module in self._modules()]
         sums = [group._partial_reduce_output for group in groups if group is not None]
         return [one for one in sums if one is not None]
@@ -286,14 +290,15 @@ class FullyShard:
 
 
 class GatheredOnce(NamedTuple):
-    weights: dict[str, nn.Parameter]  # that the network computes with, by name
-    units: list[UnitFromHome]  # what of each unit rests off the device, in forward order
+    weights: dict[str, nn.Parameter]  # the weights the network computes with, by name
+    units: list[UnitFromHome]  # the offloaded part of each unit, in forward order
 
 
 def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter]) -> GatheredOnce:
-    """Of what the network computes with FSDP makes the parameters once, and only their storage goes.
+    """Run one all-gather so that FSDP creates the parameters the network computes with; later only their storage is
+    freed.
 
-    Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
+    From then on, rows of offloaded parameters (``homes``) are on the device only while they are gathered.
     """
     found = GatheredOnce({}, [])
     seen: set[Any] = set()
@@ -312,7 +317,7 @@ def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter])
         module.reshard()
         asked = []
         for one in resting:
-            # Private: FSDP asks this very tensor, and looks for what it can be asked when it first pads it.
+            # Private: FSDP asks this very tensor which hooks it has, the first time it pads it.
             rows, held = one.sharded_param._local_tensor, homes[one.sharded_param]
             asked.append(GatheredFromHome(rows, one.padded_sharded_param_size, held))
             one._init_extensions()
@@ -321,12 +326,12 @@ def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter])
 
 
 def _group(module: FSDPModule) -> Any:
-    """FSDP's own account of a unit's parameters, None where it has none: private; torch 2.11 to 2.13 have it."""
+    """FSDP's own record of a unit's parameters, None if it has none. Private; present in torch 2.11 to 2.13."""
     return cast(Any, module)._get_fsdp_state()._fsdp_param_group
 
 
 def piece(held: HeldParameter, mesh: Mesh) -> Shard:
-    """The rows of a parameter of FSDP's that are here."""
+    """This rank's rows of an FSDP parameter."""
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     tensor, working = updated(held, local_tensor(held.parameter))
     if sharded_dimension(box.shape, ranks):
@@ -343,13 +348,13 @@ def piece(held: HeldParameter, mesh: Mesh) -> Shard:
 
 
 def frozen_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
-    """Of frozen parameters, which FSDP gathers: what rests here."""
+    """This rank's rows of frozen parameters that FSDP gathers."""
     pieces = [piece(one, mesh) for one in held]
     return [own for own in pieces if own.start < own.stop]
 
 
 def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:
-    """Of frozen parameters, which FSDP gathers: what rests here."""
+    """Slices of frozen parameters that FSDP gathers: this rank's rows."""
     found = []
     for one in held:
         if one.parameter.dtype == PACKED:
@@ -376,10 +381,10 @@ def _slice(piece: Shard) -> Slice:
 
 
 def _reduce_now(root: FSDPModule) -> None:
-    """Reduce the gradients that have added up in a segment, and free its gathered parameters.
+    """Reduce a segment's accumulated gradients and free its gathered parameters.
 
-    FSDP does this at the end of a backward pass; but weight gradients may be computed after it. There is no public way
-    to ask for it later. What torch's own pipelines call is private; torch 2.11 to 2.13 have it.
+    FSDP does this at the end of a backward pass, but weight gradients may be computed after it, and there is no public
+    way to ask later. torch's own pipelines call this private function; torch 2.11 to 2.13 have it.
     """
     state: Any = root._get_fsdp_state()
     if not hasattr(state, "_root_post_backward_final_callback"):

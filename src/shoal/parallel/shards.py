@@ -1,9 +1,9 @@
-"""What a rank holds of the parameters: the weights that the network reads, and shards that the optimizer updates.
+"""What a rank holds of the parameters: the weights the network reads, and the shards the optimizer updates.
 
-They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``), and where the network
-computes in a narrower precision than the run keeps its state in. Then the optimizer updates a master copy, and the
-network reads a working copy: it is cast once a step, not wherever a micro-batch uses it. Gradients add up in a
-parameter's ``grad_dtype``: as wide as its master copy, unless nothing is ever added to them.
+The two differ where parameters are whole and only the optimizer's work is sharded (``zero=1|2``), and where the network
+computes in a narrower dtype than the optimizer's. Then the optimizer updates master weights and the network reads a
+working copy, cast once per step and not at every use by a micro-batch. Gradients accumulate in a parameter's
+``grad_dtype``: as wide as its master weights, unless they never accumulate.
 """
 
 from __future__ import annotations
@@ -32,54 +32,53 @@ GroupOf = Callable[[Parameter], ParameterGroup]
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter of a segment and what part of the whole one it is."""
+    """A parameter of a segment, and which part of the whole parameter it is."""
 
-    name: str  # canonical; of a copied head, that of the embedding it is a copy of
+    name: str  # canonical; for a copied head, the embedding's name
     stage: int
     parameter: nn.Parameter
     part: TensorPart
     group: ParameterGroup
-    copied: bool  # a head's own copy of a tied embedding: counted and written where it is a copy of
-    states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
-    placed_later: bool = False  # whether a master copy is made when it is known where it will be
-    # Where it rests off the device (``parallel/offload/params.py``): all of it, or this rank's rows. None: here.
+    copied: bool  # a head's own copy of a tied embedding: counted and saved only as the original
+    states: torch.dtype | None = None  # dtype of the optimizer's copy; None: as it is
+    placed_later: bool = False  # whether master weights are made later, when their device is known
+    # Where the parameter lives off the device (``parallel/offload/params.py``): all of it, or this rank's rows. None:
+    # on the device.
     home: Tensor | None = None
-    home_file: WeightFile | None = (
-        None  # where that tensor has no values: those of all of it are in this file
-    )
-    own_name: str | None = (
-        None  # what its module calls it, where that is neither its name nor a copied head's
-    )
+    home_file: WeightFile | None = None  # set if that tensor holds no values: the file that has them
+    own_name: str | None = None  # its name in its module, if neither its name nor a copied head's
 
     @property
     def label(self) -> str:
-        """The name of this parameter among those of its rank."""
+        """The parameter's name, unique on its rank."""
         return self.own_name or (HEAD if self.copied else self.name)
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a wider copy, which the parameter then follows."""
+        """Whether the optimizer updates wider master weights, from which the parameter is then cast."""
         return self.states is not None and self.states != self.parameter.dtype
 
 
 @dataclass(eq=False)
 class Shard:
-    """What one rank's optimizer updates of one parameter: elements ``start`` to ``stop`` of its box, row by row."""
+    """The part of one parameter that this rank's optimizer updates: elements ``start`` to ``stop`` of its box,
+    row-major.
+    """
 
     held: HeldParameter
     tensor: (
         nn.Parameter
-    )  # the parameter, or a master copy. Its gradient is, after ``finish_step``, the global batch's
+    )  # the parameter or its master weights; after ``finish_step`` its gradient is the global batch's
     start: int
     stop: int
-    counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
-    working: Tensor | None = None  # where ``tensor`` is a master copy: its values as the network reads them
-    # Where ``tensor`` is the host's (``parallel/offload/states.py``): what waits there; until it leaves, the gradient
-    # on the device; of one that has left, the sum of its squares.
+    counted: bool  # of several equal copies one counts: in the norm, and as the one saved
+    working: Tensor | None = None  # if ``tensor`` is master weights: the working copy the network reads
+    # Set if ``tensor`` is in host memory (``parallel/offload/states.py``): ``away`` is its gradient there, ``summed``
+    # the gradient on the device until it leaves, ``squares`` the sum of its squares once it has left.
     away: AwayGradient | None = None
     summed: Tensor | None = None
     squares: Tensor | None = None
-    # Where the states of ``tensor``, which then has no values, rest in files (``parallel/offload/state_files.py``).
+    # Set if the states of ``tensor``, which then has no values, are in files (``parallel/offload/state_files.py``).
     filed: FiledStates | None = None
 
     @property
@@ -92,13 +91,14 @@ class Shard:
 
     @property
     def decayed(self) -> bool:
-        """Weight decay applies to matrices; norms and biases, the vectors, carry none."""
+        """Whether weight decay applies: to matrices, not to vectors (norms and biases)."""
         return len(self.box.whole) >= 2
 
     @property
     def matrices(self) -> range:
-        """Of a stack of matrices those that some of these elements are of, by their numbers in the box; of a matrix
-        itself: 0; of a vector none."""
+        """The matrices of a stack that these elements touch, by index in the box; a single matrix is 0, a vector has
+        none.
+        """
         if len(self.box.whole) < 2 or self.start == self.stop:
             return range(0)
         size = math.prod(self.box.shape[-2:])
@@ -106,18 +106,18 @@ class Shard:
 
 
 class AwayGradient(Protocol):
-    """What the host has of a piece."""
+    """The host's side of a piece's gradient."""
 
-    times: int  # micro-batches whose gradients have left, in this step
-    early: bool  # whether they leave in the backward pass
+    times: int  # micro-batches of this step whose gradients have left
+    early: bool  # whether they leave during the backward pass
 
     def arrived(self) -> Tensor | None: ...
 
 
 class WeightFile(Protocol):
-    """Where a parameter rests that is in a file. What goes there, or comes from there, is under way on return."""
+    """A parameter stored in a file. Reads and writes are asynchronous: still in flight on return."""
 
-    stands: Tensor  # for it: its shape and its type
+    stands: Tensor  # a tensor without values that has its shape and dtype
 
     def fetch(self, into: Tensor) -> FileTransfer: ...
 
@@ -133,21 +133,21 @@ class WeightFile(Protocol):
 
 
 class FiledStates(Protocol):
-    """What files have of a piece, state by state."""
+    """A piece's optimizer states in files, one per state."""
 
     def begin(self, kind: str) -> Tensor:
-        """Zeros; a tensor without values that stands for them."""
+        """Start a state as zeros; returns a tensor without values that stands for it."""
 
     def read(self, kind: str) -> Tensor: ...
 
     def write(self, kind: str, values: Tensor) -> None: ...
 
     def mapped(self, size: int) -> Tensor:
-        """So many bytes of the same disk, used as memory is."""
+        """``size`` bytes of the same disk, memory-mapped."""
 
 
 def hand(piece: Shard, gradient: Tensor) -> None:
-    """The gradient of a piece, on the device. It may have left already."""
+    """Take the piece's gradient, which is on the device. It may have left already."""
     if piece.away is None:
         piece.tensor.grad = gradient
     elif not piece.away.times:
@@ -166,9 +166,9 @@ def held_parameters(
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order.
 
-    ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
-    with ``masters`` those that it holds as well; where they will be is decided later. ``homes``: of those that rest off
-    the device; ``home_files``: of those whose values are in files.
+    ``group_of`` overrides the layout's groups. ``states``: the dtype in which parameters outside FSDP are updated, and
+    with ``masters`` also those inside; their device is decided later. ``homes``: host tensors of offloaded parameters;
+    ``home_files``: files of parameters whose values are on disk.
     """
     canonical, groups = (
         by_name(model),
@@ -199,7 +199,7 @@ def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
 
 
 def unsharded_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
-    """Of parameters that are whole on every data rank, and frozen: the elements that this rank answers for."""
+    """For frozen parameters that are whole on every data rank: the elements this rank is responsible for."""
     found = []
     for one in held:
         ranks, index = one.group.sharded.size, mesh.index_in(one.group.sharded)
@@ -221,7 +221,7 @@ def counts(held: HeldParameter, mesh: Mesh) -> bool:
 
 
 class Reducer(Protocol):
-    """A way to keep gradients, and what is made of them, in step with the other data ranks.
+    """How gradients, and the weights updated from them, stay in sync across data ranks.
 
     ``last`` says that a stage's gradients will be complete after this backward pass.
     """
@@ -235,20 +235,20 @@ class Reducer(Protocol):
     def after_backward(self, stage: int, last: bool) -> None: ...
 
     def finish_step(self) -> None:
-        """Every piece's gradient is the sum over the data ranks."""
+        """Afterwards every piece's gradient is the sum over the data ranks."""
 
     def after_update(self) -> None:
-        """The pieces have new values, and so have this rank's working copies of them: make all ranks follow."""
+        """Bring all ranks up to date: the pieces and this rank's working copies already have their new values."""
 
     def weights(self) -> list[tuple[str, Slice]]:
-        """All parameters that are held here, as the network reads them."""
+        """All parameters held here, as the network reads them."""
 
     def computed_with(self) -> list[nn.Parameter]:
-        """The parameters that the network computes with, and autograd gives gradients to, one for each held."""
+        """The parameters that the network computes with and autograd writes gradients to, one for each held."""
 
 
 class WholeParameters:
-    """Parameters that no data rank shares out: the optimizer updates all that is held."""
+    """Parameters that no data rank shards: the optimizer updates all that is held."""
 
     def __init__(self, held: list[HeldParameter], mesh: Mesh) -> None:
         self.held = held
@@ -259,7 +259,7 @@ class WholeParameters:
         ]
 
     def hand_gradients(self) -> None:
-        """To the master copies."""
+        """Move gradients to the master weights."""
         for piece in self.pieces:
             if piece.working is not None and (found := piece.held.parameter.grad) is not None:
                 hand(piece, found)
@@ -274,7 +274,7 @@ class WholeParameters:
 
 
 def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | None]:
-    """What the optimizer updates, and what has to follow it. ``here``: the values that this rank holds."""
+    """The tensor the optimizer updates, and the working copy that follows it. ``here``: this rank's values."""
     if held.home is not None:
         return nn.Parameter(torch.empty_like(here, dtype=held.states, device="meta")), held.home
     if not held.has_master:
@@ -288,7 +288,7 @@ def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | N
 
 @torch.no_grad()
 def write_working(pieces: Iterable[Shard]) -> None:
-    """Give the working copies the values of what they are copies of."""
+    """Cast master weights into their working copies."""
     copied = [piece for piece in pieces if piece.working is not None]
     masters = [piece for piece in copied if piece.away is None]
     for piece in copied:
@@ -304,7 +304,7 @@ def write_working(pieces: Iterable[Shard]) -> None:
 
 
 class NoReducer(WholeParameters):
-    """One data rank: gradients are what they are."""
+    """One data rank: nothing to reduce."""
 
     def start_step(self) -> None:
         for piece in self.pieces:
@@ -319,10 +319,10 @@ class NoReducer(WholeParameters):
 
 
 class ComposedReducer:
-    """Several groups of parameters, each with a way of its own."""
+    """Several parameter groups, each with its own reducer."""
 
     def __init__(self, held: list[HeldParameter], parts: list[tuple[list[HeldParameter], Reducer]]) -> None:
-        """Pieces and parameters are those of the parts, together in the order of the network."""
+        """Merge the parts' pieces and parameters in the order of the network."""
         self.held, self.parts = held, [part for _, part in parts]
         self._held_by = parts
         order = {one.label: number for number, one in enumerate(held)}
@@ -362,14 +362,15 @@ class ComposedReducer:
 
 
 def goes_home(piece: Shard) -> WeightFile | None:
-    """The file that a piece's new weights belong in; None where there is none, or where data ranks that share a
-    parameter out have to gather each other's first."""
+    """The file that a piece's new weights belong in; None if there is none, or if data ranks shard the parameter and
+    must all-gather it first.
+    """
     group = piece.held.group
     return piece.held.home_file if group.fully_sharded or group.sharded.size == 1 else None
 
 
 def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
-    """Parameters that are not sharded further."""
+    """Slices of parameters that are not sharded further."""
     return [
         (
             one.name,
@@ -387,14 +388,14 @@ def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
 def slice_of(
     values: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], in_file: WeightFile | None
 ) -> Slice:
-    """Of a parameter, what rests here, or in a file of this rank's."""
+    """The slice of a parameter that is held here, or in a file of this rank."""
     if in_file is None:
         return Slice(values, whole, offset)
     return Slice(values, whole, offset, in_file.read, in_file.write)
 
 
 def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:
-    """A tensor that has a value for each element of a piece, as boxes of the whole parameter: to be filled."""
+    """View a tensor with one value per element of a piece as boxes of the whole parameter, to be filled."""
     flat = values.detach().view(-1)
     for (offset, shape), begin in piece_boxes(piece, 0, piece.stop - piece.start):
         yield Slice(flat[begin : begin + math.prod(shape)].view(shape), piece.box.whole, offset)
@@ -403,7 +404,7 @@ def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:
 def piece_boxes(
     piece: Shard, start: int, stop: int
 ) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], int]]:
-    """Elements of a piece as boxes (offset, shape) of the whole parameter, each with its first element's number."""
+    """Elements of a piece as boxes (offset, shape) of the whole parameter, each with the index of its first element."""
     begin = start
     for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
         yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
@@ -411,7 +412,7 @@ def piece_boxes(
 
 
 def in_blocks(piece: Shard) -> Shard:
-    """A piece as its blocks (``facts/blockwise.py``): one element for each, of a parameter that has one for each."""
+    """The piece counted in blocks (``facts/blockwise.py``): one element per block."""
     block, box = block_length(piece.box.whole) or 1, piece.box
     whole, offset, shape = ((*one[:-1], one[-1] // block) for one in (box.whole, box.offset, box.shape))
     held = replace(piece.held, part=replace(piece.held.part, box=Box(whole, offset, shape)))
@@ -419,13 +420,13 @@ def in_blocks(piece: Shard) -> Shard:
 
 
 def weight(piece: Shard) -> Tensor:
-    """A piece's values; a copy, where they are in a file."""
+    """A piece's values; a copy if they are in a file."""
     return piece.tensor if piece.filed is None else piece.filed.read("weight")
 
 
 @torch.no_grad()
 def set_weight(piece: Shard, values: Tensor) -> None:
-    """New values of a piece. What the network reads follows later."""
+    """Set a piece's values. The working copy is updated later."""
     if piece.filed is None:
         piece.tensor.copy_(values)
     else:
@@ -433,7 +434,7 @@ def set_weight(piece: Shard, values: Tensor) -> None:
 
 
 def gradient(piece: Shard) -> Tensor:
-    """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
+    """A piece's gradient; zeros if the parameter did not contribute to the loss."""
     if piece.summed is not None:
         return piece.summed
     if piece.away is not None:

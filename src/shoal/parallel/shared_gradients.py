@@ -1,7 +1,7 @@
-"""Gradient sums of parameters that several ranks hold for reasons other than data parallelism, once per step.
+"""Sum gradients of parameters that several ranks hold for reasons other than data parallelism, once per step.
 
-Norms under sequence parallelism, key/value heads that neighbours share, and the two copies of a tied embedding at
-the two ends of a pipeline.
+These are norms under sequence parallelism, key/value heads shared by neighbouring ranks, and the two copies of a tied
+embedding at the two ends of a pipeline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal.parallel.shards import Shard, gradient
 
 
 class SharedGradients:
-    """Knows which pieces' gradients are one rank's part of a sum, and over which group."""
+    """Knows which pieces have partial gradients, and over which group to sum them."""
 
     def __init__(
         self, model: Model, mesh: Mesh, own_head: bool, reduce_dtype: torch.dtype | None = None
     ) -> None:
-        """``reduce_dtype``: the type gradients travel in, None for their own."""
+        """``reduce_dtype``: the dtype gradients are sent in; None keeps their own."""
         layout, self.reduce_dtype = mesh.layout, reduce_dtype
         self.model, self.tp, self.sp = model, layout.tp, layout.sp
         self.canonical = by_name(model)
@@ -41,7 +41,7 @@ class SharedGradients:
             self.ends = mesh.subgroup("pp", [[0, last]])
 
     def sums(self, piece: Shard) -> bool:
-        """Whether other ranks' gradients, or those of a copy, are added to this piece's."""
+        """Whether gradients of other ranks, or of a copy, are added to this piece's."""
         if self.tied and piece.name == EMBEDDING:
             return True
         return {"tensor": self.tensor, "copies": self.copies}.get(self._kind(piece) or "") is not None
@@ -68,7 +68,7 @@ class SharedGradients:
             self._sum_together(gradients, self.ends)
 
     def _sum_together(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-        """All of them in one message."""
+        """Sum all tensors in one message."""
         if not tensors or group is None:
             return
         together = torch.cat([tensor.reshape(-1).to(self.reduce_dtype) for tensor in tensors])

@@ -1,12 +1,12 @@
 """The store that launchers and ranks share, with a signature on every value.
 
-A TCPStore answers everyone who reaches its port, and on loopback that is every user of the machine. So what we write
-there carries an HMAC of its key and its content, under a secret that never passes through the store, and what we read
-counts only with it. A secret is drawn for every meeting and the keys of an attempt have a prefix of its own, so no
-value of an earlier attempt passes for one of this.
+A TCPStore answers anyone who reaches its port, and on loopback that is every user of the machine. So each value we
+write carries an HMAC of its key and content, made with a secret that never passes through the store, and we accept only
+values whose signature matches. Each rendezvous draws a new secret, and the keys of each attempt have their own prefix,
+so no value of an earlier attempt passes for one of this attempt.
 
-Other processes can still overwrite and delete. A value that is not ours counts as none. A process that waits looks
-after what it has written itself, and gives up where that goes on for longer than ``fault.timeout``.
+Other processes can still overwrite and delete. A foreign value counts as missing. A process that waits restores what it
+has written itself, and gives up if that goes on for longer than ``fault.timeout``.
 
 torch's own keys (gloo, NCCL, process groups) are in ``plain`` and cannot be signed.
 """
@@ -27,13 +27,14 @@ import torch.distributed as dist
 
 SECRET_BYTES = 32
 SIGNATURE = 64  # hexadecimal digits
-# What no value of ours is: a question for a key that is not there is answered with it.
+# Never one of our values: the store returns it for a key that is missing.
 NOTHING = "nothing"
-# Between two looks, of the time already waited: so it is short for short waits; and no longer than the last of these.
+# Pause between two polls, as a fraction of the time already waited (short waits poll often), and its shortest and
+# longest value in seconds.
 OF_THE_WAIT, SHORTEST, LONGEST = 0.05, 0.001, 0.25
-# Of so many processes that wait; of more each looks less often, for one thread answers them all.
+# Above this many waiting processes each polls less often, because one thread answers them all.
 LOOKING_AT_ONCE = 1024
-# Between two looks at what we wrote ourselves, and how much of it we look at.
+# Seconds between two checks of the values we wrote ourselves, and how many we check.
 LOOK_AFTER_SECONDS = 1.0
 KEPT = 16
 
@@ -58,14 +59,14 @@ def _say(message: str) -> None:
 
 @dataclass
 class _Shared:
-    """What a store and its parts have in common."""
+    """What a store and the stores within it share."""
 
     secret: bytes
     timeout: float
     longest: float = LONGEST
     say: Callable[[str], None] = _say
     said: bool = False
-    # The last values that we wrote, by their whole keys: where, under which key there, and what.
+    # The values we wrote last, by full key: the store, the key in it, and the value.
     kept: dict[str, tuple[dist.Store, str, str]] = field(default_factory=dict)
     series: dict[str, list[str]] = field(default_factory=dict)
     looked_after: float = 0.0
@@ -74,12 +75,12 @@ class _Shared:
 
 
 class SignedStore:
-    """Texts under keys. No method waits but those that say so."""
+    """A map from keys to texts. Only methods that say so wait."""
 
     def __init__(self, plain: dist.Store, secret: bytes, timeout: float = 60.0) -> None:
         """``plain`` is for what cannot be signed: torch's own keys.
 
-        ``timeout``: seconds for which a foreign process may keep us from our own values.
+        ``timeout``: seconds for which a foreign process may keep our own values from us.
         """
         self.plain = plain
         self.prefix = ""
@@ -87,27 +88,29 @@ class SignedStore:
 
     @property
     def secret(self) -> bytes:
-        """To be given to processes of this run, and never by way of a store, the environment or an open file."""
+        """The secret. Pass it to processes of this run, never through a store, the environment or an open file."""
         return self._shared.secret
 
     def within(self, name: str) -> SignedStore:
-        """A part of it, with keys of its own."""
+        """A store within this one, with its own key prefix."""
         part = SignedStore(dist.PrefixStore(name, self.plain), b"")
         part.prefix, part._shared = f"{self.prefix}{name}/", self._shared
         return part
 
     def shared_by(self, processes: int) -> None:
-        """How many wait for what others write here."""
+        """How many processes wait for what others write here."""
         self._shared.longest = LONGEST * max(1.0, processes / LOOKING_AT_ONCE)
 
     def on_forgery(self, say: Callable[[str], None]) -> None:
-        """What to do, once, when a foreign process is found to write here."""
+        """Call ``say`` once, when a foreign process is found to write here."""
         self._shared.say = say
 
     # Writing.
 
     def set(self, key: str, text: str, series: str | None = None) -> None:
-        """Of a ``series`` the last two stay: to be used where everyone has read a value before the next but one."""
+        """Write a value. Only the last two of a ``series`` are kept: every process must have read a value before the
+        next but one is written.
+        """
         shared, whole, signed = self._shared, self.prefix + key, self._signed(key, text)
         with shared.lock:
             shared.kept.pop(whole, None)
@@ -123,13 +126,13 @@ class SignedStore:
             del keys[:-2]
 
     def delete(self, key: str) -> None:
-        """One of our own keys."""
+        """Delete one of our own keys."""
         with self._shared.lock:
             self._shared.kept.pop(self.prefix + key, None)
         self.plain.delete_key(key)
 
     def claim(self, key: str, text: str) -> bool:
-        """Set it unless a process of this run has; whether it was us."""
+        """Set a key unless a process of this run has; returns whether we set it."""
         found, signed = self._look(key), self._signed(key, text)
         if found is not None and self._opened(key, found) is not None:
             return False
@@ -138,7 +141,7 @@ class SignedStore:
         return bytes(now) == signed.encode()
 
     def look_after(self) -> None:
-        """Restore what we wrote and a foreign process has deleted or overwritten. Call it often while waiting."""
+        """Restore values of ours that a foreign process deleted or overwrote. Call it often while waiting."""
         shared, now = self._shared, time.monotonic()
         with shared.lock:
             if now - shared.looked_after < LOOK_AFTER_SECONDS:
@@ -158,11 +161,11 @@ class SignedStore:
     # Reading.
 
     def read(self, key: str) -> str | None:
-        """None where there is nothing, or nothing of ours."""
+        """The value; None if there is none, or none of ours."""
         return self.look(key)[0]
 
     def look(self, key: str) -> tuple[str | None, bool]:
-        """As ``read``, and whether a foreign process has written there."""
+        """Like ``read``, and whether a foreign process has written there."""
         found = self._look(key)
         text = None if found is None else self._opened(key, found)
         return text, found is not None and text is None
@@ -172,12 +175,12 @@ class SignedStore:
         return self.look(key)[1]
 
     def read_all(self, keys: Sequence[str]) -> list[str | None]:
-        """As ``read``, of several keys in two messages; where one of them is missing, in one for each."""
+        """Like ``read`` for several keys, in two messages; one message per key if any is missing."""
         if not keys:
             return []
         found: Iterable[bytes | None]
         try:
-            # Asked first, for ``multi_get`` waits for what is not there.
+            # Check first: ``multi_get`` waits for missing keys.
             found = (
                 self.plain.multi_get(list(keys)) if self.plain.check(list(keys)) else map(self._look, keys)
             )
@@ -192,7 +195,9 @@ class SignedStore:
         return self.read(key) is not None
 
     def wait(self, key: str, patience: timedelta) -> str:
-        """What comes there. Raises ``DistStoreError`` where nothing does, ``Tampered`` where it is kept from us."""
+        """Wait for a value and return it. Raises ``DistStoreError`` if none comes, ``Tampered`` if a foreign process
+        prevents it.
+        """
         return self.wait_for([key], patience)[0]
 
     def wait_for(self, keys: Sequence[str], patience: timedelta) -> list[str]:
@@ -234,7 +239,7 @@ class SignedStore:
         return _signature(self.secret, self.prefix + key, text.encode()) + text
 
     def _content(self, whole: str, found: bytes) -> str | None:
-        """The text of a value; None where its signature is not ours, or not for that key."""
+        """The text of a value; None if its signature is not ours or not for that key."""
         signature, content = found[:SIGNATURE], found[SIGNATURE:]
         if not hmac.compare_digest(signature, _signature(self.secret, whole, content).encode()):
             return None
@@ -256,6 +261,6 @@ def _signature(secret: bytes, whole: str, content: bytes) -> str:
 
 
 def _current(plain: dist.Store, key: str) -> bytes | None:
-    """What is there now. ``get`` would wait for what is not, also for what is deleted in the moment before."""
+    """The value that is there now. ``get`` would wait for a missing one, also if it was deleted a moment ago."""
     found = bytes(plain.compare_set(key, NOTHING, NOTHING))
     return None if found == NOTHING.encode() else found

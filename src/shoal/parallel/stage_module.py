@@ -23,16 +23,16 @@ class MicroBatch:
     tokens: Tensor  # int64 [rows, seq]
     positions: Tensor
     documents: Documents | None
-    targets: Tensor | None  # None: no loss is asked for
+    targets: Tensor | None  # None: no loss is needed
     noise: Tensor | None
-    reference: Tensor | None = None  # float64 [rows], of a loss that compares with the first weights
+    reference: Tensor | None = None  # float64 [rows], for a loss that compares with the initial weights
 
 
 class StageModule(nn.Module):
-    """Some consecutive blocks; in the first segment after the embedding, in the last before the norm and the head."""
+    """Some consecutive blocks, plus the embedding in the first segment and the norm and head in the last."""
 
     def __init__(self, network: Network, stage: Stage, own_head: bool) -> None:
-        """``own_head``: a tied head gets a copy of the embedding, whose gradients are then summed apart."""
+        """``own_head``: a tied head gets its own copy of the embedding, whose gradients are then summed separately."""
         super().__init__()
         self.network = network
         self.stage = stage
@@ -52,9 +52,9 @@ class StageModule(nn.Module):
             setattr(owner, child, None)
 
     def forward(self, inputs: Tensor, batch: MicroBatch, place: int | None = None) -> Tensor:
-        """Tokens or hidden states in; out come hidden states or, at the end, the sums of the loss.
+        """Takes tokens or hidden states; returns hidden states or, in the last segment, the sums of the loss.
 
-        With ``place`` the end gives the scores of the token after that place.
+        With ``place`` the last segment returns the logits for the token after that position.
         """
         hidden: Tensor = self.network(inputs, batch.positions, batch.documents, batch.noise)
         if not self.stage.last:
@@ -65,12 +65,12 @@ class StageModule(nn.Module):
 
 
 def materialize(segment: StageModule, device: torch.device, empty: Collection[str] = ()) -> None:
-    """Storage for the parameters of a segment on the meta device; their values are still to come.
+    """Allocate storage for the parameters of a meta-device segment; their values come later.
 
-    ``empty``: names of those that give it up again at once.
+    ``empty``: names of parameters that free it again at once.
 
-    Not torch's ``to_empty`` where it can be helped: it puts the new tensor in the old one's place, which tensors
-    without data, as a dry run's are, do not allow. FSDP needs it, for it refers to its parameters.
+    Avoids torch's ``to_empty`` where possible: it swaps in a new tensor, which tensors without data, as in a dry run,
+    do not allow. FSDP needs it, because it keeps references to its parameters.
     """
     uneven: list[nn.Parameter] = []
     for path, module in segment.network.named_modules():
@@ -88,13 +88,13 @@ def materialize(segment: StageModule, device: torch.device, empty: Collection[st
                 uneven.append(parameter)
             else:
                 empty_storage(parameter)
-    # Whenever another module of a unit gets storage, FSDP copies what it has to pad there.
+    # Whenever another module of a unit gets storage, FSDP copies whatever it has to pad there.
     for parameter in uneven:
         empty_storage(parameter)
 
 
 def _padded(parameter: Tensor) -> bool:
-    """Whether FSDP's ranks have unequal parts of a parameter, of which it pads the smaller ones."""
+    """Whether FSDP's ranks have unequal shards of a parameter, so that it pads the smaller ones."""
     if not isinstance(parameter, DTensor):
         return False
     dimension = cast(Shard, parameter.placements[-1]).dim
@@ -102,23 +102,23 @@ def _padded(parameter: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """All of a parameter or a gradient, or this rank's rows."""
+    """A whole parameter or gradient, or this rank's rows of it."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def empty_storage(parameter: Tensor) -> None:
-    """A parameter's bytes go; its shape and all views of it stay."""
+    """Free a parameter's storage; its shape and all views of it remain."""
     local_tensor(parameter).untyped_storage().resize_(0)
 
 
 def fill_storage(parameter: Tensor) -> None:
-    """Room for a parameter that has none. What it holds is anything."""
+    """Allocate storage for a parameter that has none, uninitialised."""
     rows = local_tensor(parameter)
     rows.untyped_storage().resize_((int(rows.storage_offset()) + rows.numel()) * rows.element_size())
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """What comes in has no gradient, what goes out has one, which ends here and is not kept."""
+    """Identity that gives its output a gradient, which ends here and is not kept."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 def with_gradient(output: Tensor) -> Tensor:
-    """What a backward pass can begin at, even where nothing before it is trained."""
+    """Make a backward pass possible from here, even if nothing before it is trained."""
     if not torch.is_grad_enabled() or output.requires_grad:
         return output
     passed: Tensor = _EndOfBackward.apply(output, torch.empty(0, requires_grad=True))
@@ -138,7 +138,7 @@ def with_gradient(output: Tensor) -> Tensor:
 
 
 def before_backward(module: nn.Module, do: Callable[[], None]) -> None:
-    """Whenever the gradient of what this module gives is about to go into it."""
+    """Call ``do`` whenever the gradient of this module's output is about to enter it."""
 
     def hook(_: nn.Module, inputs: object, output: Tensor) -> None:
         if output.requires_grad:
@@ -148,7 +148,7 @@ def before_backward(module: nn.Module, do: Callable[[], None]) -> None:
 
 
 def split_stages(network: Network, stages: list[Stage], own_head: bool) -> list[StageModule]:
-    """One segment for each of these stages, out of a network on the meta device."""
-    # The copies share nothing, and on the meta device they hold nothing.
+    """Split a meta-device network into one segment per stage."""
+    # The copies share nothing, and on the meta device they take no memory.
     networks = [network, *(copy.deepcopy(network) for _ in stages[1:])]
     return [StageModule(part, stage, own_head) for part, stage in zip(networks, stages, strict=True)]

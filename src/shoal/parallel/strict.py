@@ -1,9 +1,10 @@
-"""Strict mode: order-independent sums, so losses and weights are equal to the bit in any layout.
+"""Strict mode: order-independent sums, so losses and weights are bit-equal in any layout.
 
-Floating-point sums depend on their order, and layouts differ in just that. Integer sums do not: each micro-batch's
-gradient is rounded to whole multiples of 2⁻⁵², added up as 64-bit integers over micro-batches and ranks, and turned
-back into floating point once. A micro-batch is one sequence, whose own gradient is the same wherever it is computed.
-A tied embedding's two gradients are rounded each by itself; a sum of two floating-point numbers has one order only.
+Floating-point sums depend on their order, and that order is what layouts change. Integer sums do not: each
+micro-batch's gradient is rounded to multiples of 2⁻⁵², summed as 64-bit integers over micro-batches and ranks, and
+converted back to floating point once. A micro-batch is one sequence, whose gradient is the same wherever it is
+computed. The two gradients of a tied embedding are rounded separately; a sum of two floating-point numbers has only one
+order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import HeldParameter, Reducer, Shard
 
-# The unit of gradients, the sum of them that a 64-bit integer has no room for, and the unit of losses.
+# The unit of gradients, the gradient sum that overflows a 64-bit integer, and the unit of losses.
 UNIT = 2.0**-52
 LIMIT = 2.0**11
 LOSS_UNIT = 2.0**-32
@@ -30,9 +31,9 @@ FINE = 2.0**44
 
 
 class StrictReducer:
-    """Gradients as integers. Where parameters and states live is still ``placed``'s business; its sums are not used.
+    """Sums gradients as integers. ``placed`` still decides where parameters and states live; its sums are not used.
 
-    Integers of all of a rank's gradients are held through the step, at every ``zero``: strict mode is for proof.
+    The integers of all of a rank's gradients are held through the step at every ``zero``: strict mode is for proofs.
     """
 
     def __init__(self, placed: Reducer, held: list[HeldParameter], mesh: Mesh) -> None:
@@ -62,7 +63,7 @@ class StrictReducer:
                 dist.all_reduce(self.sums, group=group)
 
     def deliver(self, contributions: int) -> None:
-        """Turn the sums of that many micro-batches into the pieces' gradients."""
+        """Convert the sums of ``contributions`` micro-batches into the pieces' gradients."""
         most = self.mesh.hosts.largest(float(self.largest))
         if math.isfinite(most) and most * contributions >= LIMIT:
             raise RuntimeError(
@@ -89,7 +90,7 @@ class StrictReducer:
             assert parameter.grad is not None
             gradient = parameter.grad.detach().reshape(-1).double()
             parameter.grad = None
-            # An infinity or NaN stays what it is in a maximum, and so is noticed.
+            # A maximum propagates infinity and NaN, so they are noticed.
             torch.maximum(self.largest, gradient.abs().max(), out=self.largest)
             sums.add_((gradient / UNIT).round().to(torch.int64))
 
@@ -107,7 +108,7 @@ def strict_loss(losses: list[Tensor], mesh: Mesh) -> float:
 
 @torch.no_grad()
 def strict_norm(pieces: list[Shard], mesh: Mesh) -> float:
-    """The norm of all gradients, however they are cut. Of equal ones one counts, but each has to be finite."""
+    """The norm of all gradients, however they are cut. Equal copies count once, but each has to be finite."""
     held = [(piece, grad.double()) for piece in pieces if (grad := piece.tensor.grad) is not None]
     peaks = [float(gradient.abs().max()) for _, gradient in held if gradient.numel()]
     gradients = [gradient for piece, gradient in held if piece.counted]

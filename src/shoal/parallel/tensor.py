@@ -1,13 +1,12 @@
 """Tensor parallelism (``tp``, ``sp``): every rank computes some heads and some features of each block.
 
-The projections into attention and MLP are split by output features, so that heads and activations need no exchange;
-those out of them by input features, so that ranks hold partial sums of the residual stream. ``sequence`` has the
-exchange, ``vocabulary`` the embedding and the head.
+Projections into attention and MLP are column-split (by output features), so heads and activations need no
+communication; those out of them are row-split (by input features), so ranks hold partial sums of the residual stream.
+``tensor_region`` has the collectives, ``vocabulary`` the embedding and the head.
 
-Why not DTensor and ``parallelize_module``: key/value heads that neighbouring ranks share, vocabularies that do not
-divide and a loss in chunks are outside what their styles express, and every operation on a DTensor pays for its
-dispatch. Plain tensors and a few explicit collectives do all of it; ``shoal bench step`` holds the two against each
-other.
+Why not DTensor and ``parallelize_module``: their styles cannot express key/value heads shared by neighbouring ranks,
+vocabularies that do not divide, or a loss in chunks, and every operation on a DTensor pays for its dispatch. Plain
+tensors and a few explicit collectives cover all of it; ``shoal bench step`` compares the two.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from shoal.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
 def split(network: Network, model: Model, tp: int, index: int, group: dist.ProcessGroup, sp: bool) -> None:
-    """Turn a network that was built on the meta device into rank ``index``'s part of it.
+    """Reduce a meta-device network to rank ``index``'s part of it.
 
-    A pipeline stage, which has some of the modules, becomes its part of those. The gradients that
-    ``facts.boxes.summed_over`` names are left for the caller to sum, once a step.
+    Works on a pipeline stage too, which has only some of the modules. The gradients that ``facts.boxes.summed_over``
+    names are left for the caller to sum, once per step.
     """
     stream = TensorRegion(group, tp, index, sp)
     cut_parameters(network, model, tp, index)
@@ -44,7 +43,7 @@ def split(network: Network, model: Model, tp: int, index: int, group: dist.Proce
 
 
 def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
-    """Put this rank's box of every parameter in its place."""
+    """Replace every parameter with this rank's box of it."""
     canonical = by_name(model)
     for name, whole in list(network.named_parameters()):
         box = tensor_part(canonical[name], tp, index).box
@@ -58,8 +57,8 @@ def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
 
 
 def split_block(block: Block, stream: TensorRegion) -> None:
-    # One gather serves all the projections that read its result. Split by input features: ranks' results are added up,
-    # and then the bias, once.
+    # One gather serves all projections that read its result. Row-split: the ranks' results are summed first, and the
+    # bias is added once.
     attention, mlp = block.self_attn, block.mlp
     attention.register_forward_pre_hook(entering(stream))
     attention.o_proj.reduce = stream.leave
@@ -75,9 +74,9 @@ def split_block(block: Block, stream: TensorRegion) -> None:
 
 
 def split_mixture(mixture: MixtureOfExperts, stream: TensorRegion) -> None:
-    """Its router reads the tokens that are here; experts, routed and shared, some features of all tokens.
+    """The router reads the tokens that are local; experts, routed and shared, compute some features of all tokens.
 
-    A weight's gradient comes from all features, so it is a sum over the ranks, as that of a token is.
+    A routing weight's gradient depends on all features, so it is summed over the ranks, as a token's gradient is.
     """
 
     def enter(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -105,12 +104,12 @@ def split_ends(network: Network, model: Model, stream: TensorRegion) -> None:
         network.lm_head = VocabularyHead(head, tied, box, stream)
 
 
-# Hooks, so that the model's own modules need not know.
+# Hooks, so that the model's own modules need not know about tensor parallelism.
 Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
 
 
 def entering(stream: TensorRegion) -> Hook:
-    """For attention and MLP: all tokens of the first argument."""
+    """For attention and MLP: make the first argument hold all tokens."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *others = arguments
@@ -120,7 +119,7 @@ def entering(stream: TensorRegion) -> Hook:
 
 
 def at_local_positions(stream: TensorRegion) -> Hook:
-    """For dropout, whose mask hashes a token's position: those of the tokens that are here."""
+    """For dropout, whose mask hashes token positions: pass the positions of the local tokens."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, positions, noise = arguments

@@ -1,7 +1,7 @@
 """The residual stream under tensor parallelism: whole on every rank, or split along the sequence.
 
-Split projections need the whole sequence and leave partial sums. Each way in and out of the stream is a collective,
-and its gradient is the collective that mirrors it.
+Split projections need the whole sequence and produce partial sums. Each way into and out of the stream is a collective
+whose backward is the mirror collective.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TensorRegion:
     def enter(self, hidden: Tensor) -> Tensor:
         """All tokens, for projections of which this rank computes some features.
 
-        Autograd keeps the result in full for the weight's gradient. Megatron keeps the local tokens and gathers again:
-        less memory for more traffic. Here recomputation is what trades them.
+        Autograd saves the gathered result for the weight gradient. Megatron saves the local tokens and gathers again:
+        less memory, more traffic. Here recomputation makes that trade.
         """
         gathered: Tensor = (Gather if self.sp else SumBackward).apply(hidden, self.group, self.ranks)
         return gathered
@@ -44,7 +44,7 @@ class TensorRegion:
         return summed
 
     def total(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' values, which have no gradient."""
+        """Sum values without gradient over all ranks."""
         return all_reduce(partial, self.group)
 
     def local(self, places: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class TensorRegion:
 
 
 class Gather(torch.autograd.Function):
-    """Forward: the tokens of all ranks. Backward: the sum of all ranks' gradients, each its own tokens."""
+    """Forward: all-gather the ranks' tokens. Backward: reduce-scatter the gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -70,7 +70,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Forward: the sum of all ranks' partial results, each its own tokens. Backward: the gradients of all tokens."""
+    """Forward: reduce-scatter partial results, each rank keeps its tokens. Backward: all-gather the gradients."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -84,7 +84,7 @@ class Scatter(torch.autograd.Function):
 
 
 class SumBackward(torch.autograd.Function):
-    """Forward: nothing. Backward: each rank has seen what some features did; the sum is what all of them did."""
+    """Forward: identity. Backward: all-reduce, since each rank's gradient covers only its features."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -98,7 +98,7 @@ class SumBackward(torch.autograd.Function):
 
 
 class SumForward(torch.autograd.Function):
-    """Forward: the sum of all ranks' partial results. Backward: nothing, for every rank knows the whole gradient."""
+    """Forward: all-reduce partial results. Backward: identity, since every rank has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -109,8 +109,8 @@ class SumForward(torch.autograd.Function):
         return gradient, None, None
 
 
-# The collectives, out of place: a matmul's output may be what selective recomputation has kept. Inside of a compiled
-# block they are torch's functional ones, operators that the compiler sees and keeps in order; sums are the same.
+# The collectives, out of place: selective recomputation may have saved a matmul's output. Inside a compiled block they
+# are torch's functional collectives, which the compiler sees and keeps in order; the sums are the same.
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -121,7 +121,8 @@ def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
     else:
         gathered = local.new_empty(ranks * batch, tokens, width)
         all_gather_single(gathered, local.contiguous(), group=group)
-    # Collectives join ranks in the first dimension. With one row that is the sequence already, and nothing is copied.
+    # Collectives concatenate ranks in the first dimension. With one row that already is the sequence, and nothing is
+    # copied.
     return gathered.view(ranks, batch, tokens, width).transpose(0, 1).reshape(batch, ranks * tokens, width)
 
 
@@ -144,7 +145,9 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def functional(name: str, *arguments: Any) -> Tensor:
-    """A collective as an operator, and the wait for it. Private to torch, which offers no other to its compiler."""
+    """Issue a collective as an operator, and wait for it. Private to torch, which has no other form the compiler
+    accepts.
+    """
     begun = getattr(torch.ops._c10d_functional, name).default(*arguments)
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor.default(begun)
     return arrived

@@ -1,4 +1,4 @@
-"""Rows that travel between ranks, so many to each: begun, and later waited for, forward and backward."""
+"""All-to-all of rows between ranks, with uneven splits: started first and waited for later, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.autograd.function import once_differentiable
 
 
 class TokenExchange:
-    """Rows to the ranks of a group, so many to each, and their gradients back: begun, and later waited for."""
+    """Sends rows to the ranks of a group, and their gradients back: started first, waited for later."""
 
     def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> None:
         self.sent, self.received, self.group = sent, received, group
-        # What arrives, what was sent, which must stay until then, and the work itself.
+        # The receive buffer, the send buffer, which must live until then, and the work itself.
         self._under_way: tuple[Tensor, Tensor, dist.Work] | None = None
 
     def begin(self, rows: Tensor, back: bool = False) -> Tensor:
-        """What will have arrived when it has been waited for."""
+        """Start; returns the receive buffer, which is valid once waited for."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         rows = rows.contiguous()
         arriving = rows.new_empty(sum(received), *rows.shape[1:])
@@ -35,7 +35,7 @@ class TokenExchange:
 
 
 def depart(rows: Tensor, exchange: TokenExchange) -> Tensor:
-    """Begin; what arrives is not there before ``arrive``."""
+    """Start sending; the result is not valid before ``arrive``."""
     arriving: Tensor = _Depart.apply(rows, exchange)
     return arriving
 
@@ -46,7 +46,7 @@ def arrive(arriving: Tensor, exchange: TokenExchange) -> Tensor:
 
 
 class _Depart(torch.autograd.Function):
-    """Rows begin to travel. In the backward pass the wait for their gradients, which ``_Arrive`` has sent."""
+    """Forward: start sending rows. Backward: wait for their gradients, which ``_Arrive`` has sent."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: TokenExchange) -> Tensor:
@@ -60,9 +60,9 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The wait for rows. In the backward pass their gradients begin to travel.
+    """Forward: wait for rows. Backward: start sending their gradients.
 
-    They have another shape where they arrive, so what autograd is given meanwhile are the gradients that were sent.
+    Gradients have another shape where they arrive, so meanwhile autograd gets the gradients that were sent.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Ulysses attention (``cp_kind=ulysses``): before attention ranks give tokens for heads, after it heads for tokens.
+"""Ulysses attention (``cp_kind=ulysses``): ranks trade tokens for heads before attention, and back after it.
 
 A rank holds some tokens of every row with all heads. An all-to-all leaves it with all tokens and 1/cp of the heads, on
-which any attention works as it is; another one gives the results back. With fewer key/value heads than ranks each is
-sent to all ranks whose queries read it, as tensor parallelism does.
+which any attention works unchanged; a second one returns the results. With fewer key/value heads than ranks, each head
+is sent to all ranks whose queries read it, as in tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.parallel.tensor_region import functional
 
 
 class UlyssesAttend:
-    """Takes the place of ``attend``, and calls it with whole rows."""
+    """Replaces ``attend`` and calls the original with whole rows."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: int, attend: Attend) -> None:
         self.group, self.ranks, self.attend = group, ranks, attend
@@ -37,7 +37,7 @@ class UlyssesAttend:
         window: int | None,
         cap: float | None = None,
     ) -> Tensor:
-        """``documents`` are those of the whole rows."""
+        """``documents`` describe the whole rows."""
         copies = self.ranks // key.shape[1]
         if copies > 1:
             key, value = (heads.repeat_interleave(copies, dim=1) for heads in (key, value))
@@ -62,7 +62,7 @@ class HeadsOfRank(torch.autograd.Function):
 
 
 class TokensOfRank(torch.autograd.Function):
-    """The other way round."""
+    """The inverse of ``HeadsOfRank``."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -75,7 +75,7 @@ class TokensOfRank(torch.autograd.Function):
         return heads_of_rank(gradient, ctx.group, ctx.ranks), None, None
 
 
-# Token by token, as projections lay heads out: with one row what arrives is in order, and nothing is copied.
+# Token by token, the layout of projections: with one row the result arrives in order and nothing is copied.
 
 
 def heads_of_rank(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -93,7 +93,7 @@ def tokens_of_rank(whole: Tensor, group: dist.ProcessGroup, ranks: int) -> Tenso
 
 
 def all_to_all(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What each rank has for this one, in order of rank."""
+    """Exchange; returns what each rank has for this one, in rank order."""
     if torch.compiler.is_compiling():
         sizes = [1] * by_rank.shape[0]
         return functional("all_to_all_single", by_rank, sizes, sizes, group.group_name)

@@ -1,7 +1,7 @@
 """Vocabulary parallelism: each tensor rank holds some rows of the embedding and of the head.
 
-The full logits never exist on a rank. What the loss needs of the others is, for each token, the largest logit, the sum
-of the exponentials and the target's logit.
+The full logits never exist on a rank. The loss needs only three numbers per token from the other ranks: the largest
+logit, the sum of exponentials, and the target's logit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.parallel.tensor_region import TensorRegion, all_gather
 
 
 class VocabularyEmbedding(Embedding):
-    """Looks up the tokens whose rows are here, and zero for the rest; the sum over ranks is the embedding."""
+    """Embeds the tokens whose rows are here and returns zero for the rest; the sum over ranks is the embedding."""
 
     def __init__(self, local: Embedding, box: Box, stream: TensorRegion) -> None:
         with torch.device("meta"):
@@ -36,13 +36,13 @@ class VocabularyEmbedding(Embedding):
         if rows:
             found = torch.where(here[..., None], super().forward(place), 0)
         else:
-            # Nothing to look up; the empty sum is zero and still gives the weight its (empty) gradient.
+            # No rows to look up: the empty sum is zero and still gives the weight its (empty) gradient.
             found = self.weight.sum(0).to(self.compute).expand(*index.shape, -1)
         return self.stream.leave(found)
 
 
 class VocabularyHead(Head):
-    """Logits of the rows that are here, and a loss that is the same on every rank of the group."""
+    """Logits of the local rows, and a loss that is the same on every rank of the group."""
 
     def __init__(self, local: Head, tied: Embedding | None, box: Box, stream: TensorRegion) -> None:
         with torch.device("meta"):
@@ -62,16 +62,16 @@ class VocabularyHead(Head):
 
     @torch.no_grad()
     def scores(self, hidden: Tensor, place: int) -> Tensor:
-        """As the whole head's: all of the vocabulary, on every rank."""
+        """Like the whole head's: logits of the full vocabulary, on every rank."""
         here = self.logits(self.stream.enter(hidden)[:, place])
-        # Ranks exchange equal sizes. Only the last ones can have fewer rows, so what is padded ends up at the end.
+        # Ranks exchange equal sizes. Only the last ranks can have fewer rows, so padding ends up at the end.
         padded = F.pad(here, (0, self.most_rows - here.shape[1]))
         return all_gather(padded[..., None], self.stream.group, self.stream.ranks)[:, : self.all_rows, 0]
 
 
 @dataclass(frozen=True)
 class SplitVocabulary:
-    """Some rows are here; ranks tell each other what a token needs of all."""
+    """A vocabulary of which some rows are here; ranks exchange what a token's loss needs of all rows."""
 
     first: int
     most_rows: int

@@ -1,7 +1,7 @@
-"""Put matrices together that are spread over ranks, change them, and give everyone their parts of the results.
+"""Assemble matrices that are sharded over ranks, transform them, and return each rank its parts of the results.
 
-For optimizers that work on whole matrices. Who has what of which matrix, and on which rank it is put together, is said
-by ``facts/layout/whole_matrices.py``; each round is one all-to-all there and one back.
+For optimizers that work on whole matrices. ``facts/layout/whole_matrices.py`` decides who holds what of which matrix
+and which rank assembles it; each round is one all-to-all there and one back.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from shoal.facts.model.tensor_split import box_slices, range_boxes
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard
 
-# Some of a piece's elements, as a slice of all of them; and which matrix these are of.
+# Returns some elements of a piece, given as a slice; the last argument is the matrix they belong to.
 Given = Callable[[Shard, slice, Matrix], Tensor]
 Taken = Callable[[Shard, slice, Matrix, Tensor], None]
 
 
-# This rank's part of a matrix with its piece; another's, and whether it speaks for all that hold the same.
+# This rank's part of a matrix with its piece; another rank's part, and whether that rank speaks for all that hold the
+# same.
 _Own = tuple[Shard, MatrixPart] | None
 _Theirs = tuple[MatrixPart | None, bool]
 
@@ -48,12 +49,12 @@ class WholeMatrices:
         mesh: Mesh,
         ends: dist.ProcessGroup | None = None,
     ) -> None:
-        """``ends``: the ranks at both ends of a pipeline that hold the same of a tied embedding."""
+        """``ends``: the ranks at both ends of a pipeline that hold the same part of a tied embedding."""
         self.sharing, self.mesh, self.ends = sharing, mesh, ends
         self.pieces = {piece.held.label: piece for piece in pieces}
         self.ranks = members(sharing, mesh.rank)
         self.group = mesh.group_of(replica_ranks(mesh.layout))
-        # Ranks that each hold all of it have nothing to add up.
+        # Ranks that each hold everything have nothing to sum.
         self.everyone = None if self.group is None else mesh.group_of(stage_ranks(mesh.layout))
         self.device = mesh.device
 
@@ -61,7 +62,7 @@ class WholeMatrices:
         return matrices_of(self.sharing, self.mesh.rank, chosen, all_experts)
 
     def part(self, matrix: Matrix) -> tuple[Shard, MatrixPart] | None:
-        """This rank's part of a matrix, and the piece that it is in."""
+        """This rank's part of a matrix, and the piece that contains it."""
         piece = self.pieces.get(matrix.label)
         if piece is None:
             return None
@@ -70,19 +71,19 @@ class WholeMatrices:
         return None if found is None else (piece, found)
 
     def speaks(self, piece: Shard) -> bool:
-        """Of all ranks of a stage that hold the same, copies of the model included, one speaks for all.
+        """Whether this rank speaks for a piece: one rank does for all of a stage that hold the same, replicas included.
 
-        Where each of them holds all of it, each speaks for itself.
+        Where every rank holds all of it, each speaks for itself.
         """
         first = self.mesh.index_in(piece.held.group.replicated) == 0
         return self.group is None or (self.counts(piece) and first)
 
     @torch.no_grad()
     def add_up(self, sums: Tensor, embeddings: Sequence[slice]) -> Tensor:
-        """What the ranks of a stage that speak have, added up: the same to the bit on all of them.
+        """Sum over the ranks of a stage that speak, bit-identical on all of them.
 
-        ``embeddings``: where the sums of a tied embedding are. At the two ends of a pipeline these are added up by
-        other ranks, in another order; both ends go on with the mean of both.
+        ``embeddings``: where the sums of a tied embedding are. At the two ends of a pipeline, different ranks add these
+        up in different order; both ends continue with the mean of the two.
         """
         if self.group is None:
             return sums
@@ -96,7 +97,7 @@ class WholeMatrices:
         return sums
 
     def counts(self, piece: Shard) -> bool:
-        """Of tensor ranks that hold the same, one speaks for all."""
+        """Whether this rank's copy counts: of the tensor ranks that hold the same part, one does."""
         return piece.held.part.copy == 0
 
     def change(
@@ -107,7 +108,7 @@ class WholeMatrices:
         take: Taken,
         dtype: torch.dtype,
     ) -> None:
-        """``give`` tells values of this rank's parts, ``take`` is told what they have become."""
+        """Transform matrices: ``give`` returns values of this rank's parts, ``take`` receives the results."""
         if self.group is None:
             for matrix in matrices:
                 self._alone(matrix, give, change, take, dtype)
@@ -141,7 +142,7 @@ class WholeMatrices:
         expected = [0 if found is None else found[1].size for found in own]
         arrived = self._exchange(
             [
-                # Asked of all: what is given may change what is kept.
+                # Called on every rank: giving a value may change optimizer state.
                 values if self.counts(found[0]) else values[:0]
                 for found, matrix in zip(own, together, strict=False)
                 if found is not None
@@ -169,7 +170,7 @@ class WholeMatrices:
     def _exchange(
         self, sent: list[Tensor], sizes: list[int], expected: list[int], dtype: torch.dtype
     ) -> Tensor:
-        """``sizes`` and ``expected``: elements for and from every rank."""
+        """``sizes`` and ``expected``: elements to and from every rank."""
         together = torch.cat(sent) if sent else torch.empty(0, dtype=dtype, device=self.device)
         sent.clear()
         arrived = torch.empty(sum(expected), dtype=dtype, device=self.device)
@@ -186,7 +187,7 @@ def _where(part: MatrixPart) -> slice:
 
 
 def _assembled(arrived: Tensor, matrix: Matrix, theirs: list[_Theirs]) -> Tensor:
-    """A matrix from the parts that came, rank by rank."""
+    """Assemble a matrix from the received parts, rank by rank."""
     whole, begin = arrived.new_empty(matrix.shape), 0
     for part, counts in theirs:
         if part is not None and counts:
@@ -196,7 +197,7 @@ def _assembled(arrived: Tensor, matrix: Matrix, theirs: list[_Theirs]) -> Tensor
 
 
 def _place(whole: Tensor, part: MatrixPart, values: Tensor) -> None:
-    """Values of a part into the matrix."""
+    """Copy a part's values into the matrix."""
     box, begin = whole[box_slices(part.offset, part.shape)], 0
     for offset, shape in range_boxes(part.shape, part.start, part.stop):
         target = box[box_slices(offset, shape)]
@@ -205,7 +206,7 @@ def _place(whole: Tensor, part: MatrixPart, values: Tensor) -> None:
 
 
 def _taken(whole: Tensor, part: MatrixPart) -> Tensor:
-    """A part's values out of the matrix, one after another."""
+    """A part's values from the matrix, flattened."""
     box = whole[box_slices(part.offset, part.shape)]
     found = [
         box[box_slices(offset, shape)].reshape(-1)

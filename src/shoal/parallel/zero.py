@@ -1,13 +1,13 @@
 """Sharded optimizer states (``zero=1``) and gradients (``zero=2``): each ``fsdp`` rank updates its shard.
 
-Every rank holds all parameters, as views of flat buckets. Each bucket is cut into as many equal chunks as there are
-ranks. Gradients are reduce-scattered, so that a rank has the sum of its own chunks; its optimizer moves these, and
-an all-gather gives every rank the others'. Together that is what one all-reduce of the gradients would send.
+Every rank holds all parameters as views of flat buckets. Each bucket is cut into one equal chunk per rank. Gradients
+are reduce-scattered, so each rank has the sum for its own chunk; its optimizer updates that chunk, and an all-gather
+distributes the new values. Together they send what one all-reduce of the gradients would.
 
-``zero=1`` keeps gradients whole and reduces them once a step. ``zero=2`` keeps its chunks alone: every micro-batch is
-reduced and added to them. A pipeline has many micro-batches under way, so with one ``zero=2`` too is reduced once a
-step, and frees the whole gradients then. Torch has no such strategy of its own: ZeroRedundancyOptimizer neither
-reduce-scatters nor shards gradients.
+``zero=1`` keeps gradients whole and reduces them once per step. ``zero=2`` keeps only its own chunks: every micro-batch
+is reduced and accumulated into them. A pipeline has many micro-batches in flight, so there ``zero=2`` also reduces once
+per step and frees the whole gradients then. Torch has no such strategy: ZeroRedundancyOptimizer neither reduce-scatters
+nor shards gradients.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
     def __init__(self, held: list[HeldParameter], ranks: int, index: int, block: int = 1) -> None:
-        """``block``: elements that stay together."""
+        """``block``: how many consecutive elements must stay in one chunk."""
         self.held, self.ranks, self.index, self.block = held, ranks, index, block
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
         self.chunk = even_share(size, ranks, block)
         self.owned = slice(index * self.chunk, (index + 1) * self.chunk)
         first = held[0].parameter
-        # Where parameters rest in the host's memory each is by itself, and the bucket is there while it is gathered.
+        # Offloaded parameters each have their own host tensor; the bucket exists only while it is gathered.
         self.values: Tensor | None = None
         if all(one.home is None for one in held):
             self.values = first.new_zeros(self.chunk * ranks)
             for one, view in zip(held, self.views(self.values), strict=True):
                 view.copy_(one.parameter.detach())
                 one.parameter.data = view
-        # Of what the optimizer updates.
+        # The optimizer's dtype.
         self.dtype: torch.dtype = held[0].states or first.dtype
-        self.placed: list[tuple[Shard, slice]] = []  # pieces of the chunk, each with its place there
-        self.whole: Tensor | None = None  # gradients of all that is in the bucket
+        self.placed: list[tuple[Shard, slice]] = []  # pieces of the chunk, each with its place in the chunk
+        self.whole: Tensor | None = None  # gradients of the whole bucket
         self.shard: Tensor  # gradients of the chunk, as far as they are kept
-        self.kept: dict[Shard, slice] = {}  # and where
+        self.kept: dict[Shard, slice] = {}  # where each is
         self.missing = 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The part of a tensor like ``values`` that belongs to each parameter."""
+        """Split a tensor shaped like ``values`` into one view per parameter."""
         return [
             flat[start:stop].view_as(one.parameter)
             for one, (start, stop) in zip(self.held, self.ranges, strict=True)
         ]
 
     def pieces(self, mesh: Mesh) -> list[tuple[Shard, slice]]:
-        """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
+        """What the optimizer updates, each with its place in the chunk. Parameters outside the chunk have no piece."""
         first = self.held[0]
         if first.has_master or self.values is None:
             master = first.parameter.new_zeros(
@@ -87,7 +87,7 @@ class ShardedBucket:
         return self.placed
 
     def keep_but(self, gone: Callable[[Shard], bool]) -> None:
-        """From now on no gradients of these pieces, which are given away as they land."""
+        """Stop keeping gradients of the pieces that ``gone`` selects: they are handed over as they arrive."""
         kept = [(piece, place.stop - place.start) for piece, place in self.placed if not gone(piece)]
         if len(kept) == len(self.placed):
             return
@@ -98,7 +98,7 @@ class ShardedBucket:
         self.shard = self.shard.new_zeros(begin)
 
     def add_up(self) -> None:
-        """From now on gradients add up in ``whole``, in place."""
+        """From now on accumulate gradients in ``whole``, in place."""
         if self.whole is None:
             self.whole = self.no_gradients()
         else:
@@ -109,7 +109,7 @@ class ShardedBucket:
     def take(self, number: int, dtype: torch.dtype) -> None:
         """Move the gradient of one parameter into ``whole``."""
         if self.whole is None:
-            # Zeros, because the padding is sent as well, and parameters that took no part.
+            # Zeros, because padding and parameters without a gradient are sent too.
             self.whole = self.zeros(self.chunk * self.ranks, dtype)
         parameter, (start, stop) = self.held[number].parameter, self.ranges[number]
         assert parameter.grad is not None
@@ -117,14 +117,14 @@ class ShardedBucket:
         parameter.grad = None
 
     def no_gradients(self) -> Tensor:
-        """Zeros for all that is in the bucket."""
+        """A zero gradient for the whole bucket."""
         return self.zeros(self.chunk * self.ranks, self.dtype)
 
     def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         return self.held[0].parameter.new_zeros(size, dtype=dtype)
 
     def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Every rank's chunk of the parameters to all ranks; None: it is done."""
+        """All-gather the parameters' chunks; None if there is nothing to wait for."""
         if self.values is not None:
             return all_gather_single(self.values, self.values[self.owned], group=group, async_op=True)
         values = self.held[0].parameter.new_empty(self.chunk * self.ranks)
@@ -150,7 +150,7 @@ class ShardedBucket:
 
 
 class Flying(NamedTuple):
-    """A bucket on its way: after ``work``, ``summed`` is the sum of its chunk."""
+    """A bucket in flight: after ``work``, ``summed`` holds the sum of its chunk."""
 
     bucket: ShardedBucket
     summed: Tensor
@@ -158,7 +158,7 @@ class Flying(NamedTuple):
 
 
 class ShardedStates:
-    """Sums gradients over the ranks of a replica, chunk by chunk, and over the replicas."""
+    """Reduce-scatters gradients over the ranks of a replica, then all-reduces the chunks over the replicas."""
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class ShardedStates:
         reduce_dtype: torch.dtype | None,
         blockwise: bool = False,
     ) -> None:
-        """``blockwise``: moments come in blocks (``facts/blockwise.py``)."""
+        """``blockwise``: the optimizer's moments are quantised in blocks (``facts/blockwise.py``)."""
         group = held[0].group
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
-        # To the host, where a piece's gradients are the host's as soon as they are summed.
+        # Sends a piece's gradient to the host as soon as it is summed, where the host updates it.
         self.leave: Callable[..., None] | None = None
-        # To an update in the backward pass, of these pieces.
+        # Updates these pieces in the backward pass.
         self.take: Callable[[Shard, Tensor], None] | None = None
         self.taken: set[Shard] = set()
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
@@ -211,7 +211,7 @@ class ShardedStates:
             queue.send_rest()
 
     def finish_step(self) -> None:
-        """Wait for the sums over the ranks of this replica; add those of the other replicas."""
+        """Wait for the sums over this replica's ranks; add those of the other replicas."""
         while self._flying:
             self._land()
         if self.replicas is not None:
@@ -221,20 +221,20 @@ class ShardedStates:
                 hand(piece, bucket.shard[bucket.kept[piece]])
 
     def after_update(self) -> None:
-        """Every rank's chunks of the parameters to all ranks."""
+        """All-gather every rank's chunks of the parameters."""
         works = [bucket.gather(self.group) for bucket in self._buckets()]
         for work in works:
             if work is not None:
                 work.wait()
 
     def leave_early(self, leave: Callable[..., None]) -> None:
-        """Give gradients of offloaded pieces away as they land."""
+        """Hand over gradients of offloaded pieces as they arrive."""
         self.leave = leave
         for bucket in self._buckets():
             bucket.keep_but(lambda piece: piece.away is not None and piece.away.early)
 
     def take_early(self, take: Callable[[Shard, Tensor], None], pieces: list[Shard]) -> None:
-        """Give these pieces' gradients away as they land."""
+        """Hand over the gradients of these pieces as they arrive."""
         self.take, self.taken = take, set(pieces)
         for bucket in self._buckets():
             bucket.keep_but(self.taken.__contains__)
@@ -249,7 +249,7 @@ class ShardedStates:
         return [bucket for queue in self.stages.values() for bucket in queue.buckets]
 
     def _keep_gradients(self, bucket: ShardedBucket) -> None:
-        """Between steps: the whole gradients, of which the chunk is a part, or the chunk alone."""
+        """Set up what is kept between steps: the whole gradients, with the chunk as a view, or the chunk alone."""
         if self.zero == 1:
             bucket.whole = bucket.no_gradients()
             bucket.shard = bucket.whole[bucket.owned]
@@ -261,15 +261,15 @@ class ShardedStates:
 
     def _send(self, bucket: ShardedBucket) -> None:
         if self.every_pass and self._flying:
-            # One bucket is filled while one is sent, so whole gradients never pile up.
+            # One bucket fills while another is sent, so whole gradients never pile up.
             self._land()
         whole = bucket.whole
         if whole is None:  # no gradient came; the other ranks still wait for this one
             whole = bucket.no_gradients()
         sent = whole if self.reduce_dtype is None else whole.to(self.reduce_dtype)
         if self.zero == 2:
-            bucket.free()  # what is sent lives until it has landed, and no longer
-        # In place: the sum takes the place of this rank's own share of it.
+            bucket.free()  # the send buffer lives only until its reduction lands
+        # In place: the sum overwrites this rank's own share.
         summed = sent[bucket.owned]
         work = reduce_scatter_single(summed, sent, group=self.group, async_op=True)
         self._flying.append(Flying(bucket, summed, work))
@@ -291,10 +291,10 @@ class ShardedStates:
             bucket.shard.copy_(summed)
 
     def _keep(self, bucket: ShardedBucket, summed: Tensor, leave: Callable[..., None]) -> None:
-        """What stays is added up here."""
+        """Accumulate the gradients that stay here and hand over the rest."""
         for piece, place in bucket.placed:
             if piece.away is not None and piece.away.early:
-                # A copy: what was sent goes at once, and it is as many times larger as there are ranks.
+                # A copy: the send buffer is freed at once, and it is larger by a factor of the number of ranks.
                 leave(piece, summed[place].clone(), together=bucket)
             else:
                 bucket.shard[bucket.kept[piece]].add_(summed[place])
@@ -311,7 +311,7 @@ class ShardedStates:
 
 
 def _rest(held: HeldParameter) -> Tensor:
-    """A parameter's values where they rest."""
+    """A parameter's values where they are stored."""
     return held.parameter.data if held.home is None else held.home
 
 

@@ -1,4 +1,4 @@
-"""Balanced routing for a dry run: without data, nothing tells how many tokens go to which expert."""
+"""Balanced routing for a dry run: without data, there is no telling how many tokens go to which expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.parallel import dispatch, dispatch_by_node
 
 @contextmanager
 def balanced() -> Iterator[None]:
-    """Every expert and every rank is sent as many tokens as the others; as ``predict`` prices them."""
+    """Every expert and every rank gets equally many tokens, as ``predict`` assumes."""
     with (
         patch.object(grouped_product, "on_host", evenly),
         patch.object(dispatch, "on_host", evenly),
@@ -26,7 +26,7 @@ def balanced() -> Iterator[None]:
 
 
 def evenly(counts: Tensor, rows: int) -> list[list[int]]:
-    """As ``grouped_product.on_host``; the first ones have what does not divide."""
+    """Replaces ``grouped_product.on_host``; the first ones get the remainder."""
     ways, parts = counts.shape
     return [_divided(rows, parts)] * ways
 
@@ -34,7 +34,7 @@ def evenly(counts: Tensor, rows: int) -> list[list[int]]:
 def evenly_by_node(
     counts: Tensor, lengths: list[int], split: Split, sizes: list[int], active: int
 ) -> list[list[list[int]]]:
-    """As ``dispatch_by_node.counts_on_host``."""
+    """Replaces ``dispatch_by_node.counts_on_host``."""
     found = []
     for tokens in sizes:
         rows = crossing(split.experts, tokens, split.nodes), tokens * active

@@ -6,9 +6,9 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import Case, broken
 from shoal.plan.resolve import Job
 
-# Two, four and eight ranks. A test holds that this list covers what the docstring says.
+# Two, four and eight ranks. A test checks that this list covers what the docstring says.
 FULL = (
-    # data: replicas, sharded states, gradients and parameters, both
+    # data parallelism: replicas; sharded states, gradients and parameters; both
     "dp=2",
     "dp=4",
     "dp=8",
@@ -32,7 +32,7 @@ FULL = (
     "tp=4,recompute=selective",
     "tp=8",
     "tp=8,sp=0,recompute=full",
-    # context
+    # context parallelism
     "cp=2",
     "cp=2,cp_kind=ulysses",
     "zero=1,cp=2,recompute=full",
@@ -41,7 +41,7 @@ FULL = (
     "cp=4,cp_kind=ulysses",
     "unit=2,cp=4,recompute=selective",
     "cp=8",
-    # pipeline
+    # pipeline parallelism
     "pp=2,schedule=gpipe",
     "pp=2",
     "pp=2,schedule=interleaved",
@@ -80,14 +80,14 @@ FULL = (
     "cp=2,pp=2",
     "cp=2,cp_kind=ulysses,pp=2,schedule=zbv",
     "zero=1,cp=2,pp=4,schedule=gpipe",
-    # activations that wait in the host's memory
+    # offloaded activations
     "dp=2,recompute=full,offload=activations",
     "fsdp=2,recompute=selective,offload=activations:0.5",
     "tp=2,recompute=full,offload=activations",
     "cp=2,recompute=selective,offload=activations",
     "pp=2,recompute=full,offload=activations",
     "fsdp=2,tp=2,pp=2,schedule=zbv,recompute=full,offload=activations",
-    # what waits in files
+    # states in files
     "dp=2,offload=optimizer@nvme",
     "fsdp=2,micro=1,offload=optimizer@nvme",
     "fsdp=2,zero=2,offload=optimizer:0.5@nvme",
@@ -97,7 +97,7 @@ FULL = (
     "fsdp=2,zero=2,micro=1,offload=optimizer@nvme+params:0.5@nvme",
     "pp=2,offload=params@nvme",
     "fsdp=2,zero=1,micro=1,offload=optimizer+params@nvme",
-    # weights that rest in the host's memory
+    # offloaded weights
     "dp=2,offload=params",
     "fsdp=2,offload=params:0.5",
     "fsdp=2,zero=1,offload=params",
@@ -125,8 +125,8 @@ FULL = (
     "fsdp=2,tp=2,pp=2,schedule=dualpipev,recompute=full",
 )
 
-# Of a model with experts, at two, four and eight ranks: spread over copies, over the ranks of one, over both, with each
-# level of zero and every other axis. Models without experts do not allow them.
+# For MoE models, at two, four and eight ranks: experts over replicas, over the ranks of one replica, over both, with
+# each level of zero and every other axis. Models without experts do not allow them.
 EXPERTS = (
     "dp=2,ep=2",
     "fsdp=2,ep=2",
@@ -158,8 +158,8 @@ EXPERTS = (
     "fsdp=2,cp=2,pp=2,ep=4,recompute=full",
 )
 
-# Four and five axes at once, at eight and sixteen ranks: pipeline × data × tensor × context and, of models that have
-# them, experts. The last ones are DeepSeek-V3's published layout (pp=16, ep=64, zero=1), a few ranks wide.
+# Four and five axes at once, at eight and sixteen ranks: pipeline × data × tensor × context and, for MoE models,
+# experts. The last ones are DeepSeek-V3's published layout (pp=16, ep=64, zero=1), a few ranks wide.
 MANY_AXES = (
     "fsdp=2,tp=2,cp=2,pp=2",
     "fsdp=2,zero=1,tp=2,cp=2,cp_kind=ulysses,pp=2,schedule=interleaved",
@@ -181,7 +181,7 @@ MANY_AXES = (
     "fsdp=4,zero=1,pp=4,ep=4,micro=1",
 )
 
-# One of each, at two ranks and four: what a machine with a few cores proves in a minute or two.
+# One of each, at two and four ranks: what a machine with a few cores proves in a minute or two.
 QUICK = (
     "dp=2",
     "fsdp=2",
@@ -202,7 +202,7 @@ QUICK = (
     "fsdp=2,tp=2,ep=2,recompute=full",
 )
 
-# Strict mode: what may be mixed there, at one, two, four and eight ranks.
+# Strict mode: the combinations it supports, at one, two, four and eight ranks.
 STRICT = (
     "dp=1",
     "dp=2",
@@ -226,7 +226,7 @@ STRICT = (
 
 
 def legal(layouts: tuple[str, ...], job: Job) -> list[Layout]:
-    """Those that the job's model, batch and cluster can take."""
+    """The layouts that the job's model, batch and cluster allow."""
     recipe = job.config.recipe
     parsed = [Layout.parse(text) for text in layouts]
     strict = job.config.run.strict

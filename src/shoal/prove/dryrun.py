@@ -1,7 +1,7 @@
 """Dry run: the real parallel code of one rank in a world of any size, without hardware, against the prediction.
 
-The network is built, placed and stepped by the code that trains. What it holds at its fullest and every collective that
-it issues are counted, and set line by line against what ``predict`` announced.
+The network is built, placed and stepped by the training code. Its peak memory and every collective it issues are
+counted, and compared line by line with the output of ``predict``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shoal.train.step import Step
 
 @dataclass(frozen=True)
 class DryRun:
-    """One rank's step, as it was counted, beside its prediction."""
+    """One rank's step, as counted, beside its prediction."""
 
     workload: Workload
     rank: int
@@ -66,11 +66,11 @@ class DryRun:
 
     @property
     def findings(self) -> list[Finding]:
-        """Everything that is not as predicted and matters."""
+        """All differences from the prediction that matter."""
         return self.differences(FLOOR)
 
     def differences(self, floor: int) -> list[Finding]:
-        """Everything that is not as predicted, in memory by more than ``floor`` bytes."""
+        """All differences from the prediction; in memory only those above ``floor`` bytes."""
         return [
             *in_traffic(self.traffic, self.predicted_traffic, self.calls),
             *in_messages(self.workload, self.stage, self.calls),
@@ -79,22 +79,22 @@ class DryRun:
 
 
 def first_rank(layout: Layout, stage: int) -> int:
-    """The first of a stage's ranks: where things do not divide evenly, it has the larger part."""
+    """The first of a stage's ranks: if things do not divide evenly, it has the larger part."""
     return stage * stride("pp", layout)
 
 
 def fullest_rank(workload: Workload) -> int:
-    """The first rank of the stage that needs the most, as predicted."""
+    """The first rank of the stage that is predicted to need the most memory."""
     return first_rank(workload.layout, ledger(eager(workload)).worst_stage)
 
 
 def eager(workload: Workload) -> Workload:
-    """Operator by operator, as a dry run sees it: a compiler would have to see the device that kernels are for."""
+    """The workload run eager, as a dry run sees it: a compiler needs the device that kernels are for."""
     return replace(workload, compile=False)
 
 
 def dryrun(workload: Workload, rank: int) -> DryRun:
-    """The second step of one rank, of eager blocks: after the first, optimizer states and FSDP's buffers are there."""
+    """The second step of one rank, with eager blocks: by then optimizer states and FSDP's buffers exist."""
     workload = eager(workload)
     began = time.perf_counter()
     on_cpu = workload.cluster.device.name == "cpu"
@@ -106,7 +106,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
             batches = [_batch(workload) for _ in range(workload.accumulation)]
             step(1, batches[:1], 1)
             gc.collect()
-            # Without what an allocator rounds up, which is next to nothing in a model that needs a GPU.
+            # Without allocator rounding, which is negligible in a model that needs a GPU.
             with watched(step, batches, aligned=False, fake=True) as watch, SumsInPlace():
                 targets, _ = step.agree(1)
                 step(2, batches, targets)
@@ -127,9 +127,9 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
 
 
 def dryrun_stages(workload: Workload, processes: int, told: Callable[[DryRun], None]) -> list[DryRun]:
-    """One rank of every stage, so many at a time, each in a process of its own."""
+    """One rank of every stage, ``processes`` at a time, each in its own process."""
     ranks = [first_rank(workload.layout, stage) for stage in range(workload.layout.pp)]
-    # Not forked from here: torch's threads would not be there in the child. From a server, which has imported it once.
+    # Not forked from here, because torch's threads do not survive a fork: from a server that has imported torch once.
     warm_workers((*PRELOAD, __name__))
     with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver")) as pool:
         found = []
@@ -140,7 +140,7 @@ def dryrun_stages(workload: Workload, processes: int, told: Callable[[DryRun], N
 
 
 def _no_values(slices: list[tuple[str, Slice]]) -> None:
-    """There is nowhere to put them."""
+    """Does nothing: there is no memory for values."""
 
 
 def _batch(workload: Workload) -> Batch:

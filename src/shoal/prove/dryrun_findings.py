@@ -15,13 +15,13 @@ from shoal.observe.memory import AllocationSite
 from shoal.predict.traffic.pipeline import message_bytes
 from shoal.predict.workload import Workload
 
-# How far a category, and the peak, may be off; and how little of the peak is not worth a word.
+# The tolerated error of a category and of the peak; and the fraction of the peak below which nothing is reported.
 TOLERANCE = 0.01
 NEGLIGIBLE = 0.002
-# Nor is anything below this, however small the model: torch takes memory from a device in blocks of 2 MiB, so an eighth
-# of one decides nothing about what fits. It matters for toys alone, whose 1 % is a few numbers a layer.
+# Differences below this are not reported, however small the model: torch allocates device memory in blocks of 2 MiB, so
+# an eighth of one does not decide what fits. It matters only for toy models, whose 1 % is a few numbers per layer.
 FLOOR = 2**18
-# Lines and modules that a finding names.
+# Lines and modules named per finding.
 NAMED = 3
 
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 def in_traffic(
     seen: list[Traffic], predicted: list[Traffic], calls: Sequence[IssuedCall]
 ) -> Iterator[Finding]:
-    """Operation by operation, byte by byte."""
+    """Compare traffic operation by operation, byte by byte."""
     here = {(row.op, row.group): row for row in seen}
     said = {(row.op, row.group): row for row in predicted}
     for op, group in sorted(here.keys() | said.keys()):
@@ -48,7 +48,7 @@ def in_traffic(
 
 
 def in_messages(workload: Workload, place: int, calls: Sequence[IssuedCall]) -> Iterator[Finding]:
-    """Whether a pipeline's rank sends and receives in the order of its schedule, and each time as many bytes."""
+    """Whether a pipeline's rank sends and receives in the order of its schedule, with the right number of bytes."""
     layout = workload.layout
     program = rank_program(layout.schedule, layout.pp, layout.chunks, workload.accumulation, place)
     wanted = [instruction for instruction in program if instruction.action in SENDS | RECEIVES]
@@ -67,7 +67,7 @@ def in_messages(workload: Workload, place: int, calls: Sequence[IssuedCall]) -> 
 
 
 def between_stages(calls: Sequence[Sequence[IssuedCall]]) -> Iterator[Finding]:
-    """Whether every pair of a pipeline's ranks agrees on what passes between them, in order."""
+    """Whether every pair of a pipeline's ranks agrees on the messages between them, in order."""
     for sender, issued in enumerate(calls):
         for receiver, expected in enumerate(calls):
             sent = [call for call in _messages(issued) if (call.op, call.peer) == ("send", receiver)]
@@ -76,7 +76,7 @@ def between_stages(calls: Sequence[Sequence[IssuedCall]]) -> Iterator[Finding]:
 
 
 def _messages(calls: Sequence[IssuedCall]) -> list[IssuedCall]:
-    """Those between stages: other strategies send too."""
+    """The messages between stages: other strategies send messages too."""
     return [call for call in calls if call.purpose == PIPELINE and call.peer is not None]
 
 
@@ -99,7 +99,7 @@ def _pair(
 def in_memory(
     seen: Ledger, predicted: Ledger, places: Mapping[AllocationSite, int], floor: int = FLOOR
 ) -> Iterator[Finding]:
-    """Every category, and the peak. ``floor``: bytes that are not worth a word."""
+    """Compare every category, and the peak. ``floor``: differences in bytes up to this are not reported."""
     for category in CATEGORIES:
         found, wanted = getattr(seen, category), getattr(predicted, category)
         if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated, floor):
@@ -110,7 +110,7 @@ def in_memory(
             if PART_OF.get(place.category, place.category) == category
         ]
         most = _most((place.module or "no module", size) for place, size in held)
-        # What is kept too long may be little in each module: all that one line has made tells it better.
+        # What is kept too long may be small in each module; the total of the line that allocated it shows it better.
         lines = _most((place.where, size) for place, size in held if place.where)
         made = (f"; the most is in {most}" if most else "") + (f"; made by {lines}" if lines else "")
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
@@ -132,7 +132,7 @@ def _row(row: Traffic | None) -> str:
 
 
 def _listed(lines: Counter[str]) -> str:
-    # The rarest first: what does not belong is not what is done for every layer.
+    # Rarest first: an intruder is not something done in every layer.
     rarest = sorted(lines.items(), key=lambda item: item[1])
     return ", ".join(f"{line or 'torch'} ({count:,} times)" for line, count in rarest[:NAMED])
 

@@ -1,7 +1,7 @@
 """A fake world: one rank of any number runs alone, on tensors without data.
 
-The rank's own code runs as it always does. Its process group answers every collective at once and carries nothing; its
-tensors have shapes, types and storages of the right size, and no values.
+The rank's own code runs as always. Its process group completes every collective at once and transfers nothing; its
+tensors have shapes, dtypes and storages of the right size, but no values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# Private, as all of torch that runs without data is (2.11 to 2.13).
+# Private, like everything in torch that runs without data (2.11 to 2.13).
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,12 +32,12 @@ from shoal.train import adamw, blockwise_adamw, rounded_sgd, rounding
 
 @contextmanager
 def fake_rank(layout: Layout, rank: int, transport: str, domain: int | None = None) -> Iterator[Mesh]:
-    """This process as one rank of a layout's world, which talks as if over ``transport``."""
+    """Make this process one rank of a layout's world, which pretends to communicate over ``transport``."""
     if layout.world > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.world)
     mesh = Mesh(layout, rank, torch.device("cpu"), transport=transport, domain=domain)
     try:
-        # A message that is never sent never completes; its waiter must be told that it has.
+        # A message that is never sent never completes; pretend that it has.
         with patch.object(dist.Work, "is_completed", lambda work: True):
             yield mesh
     finally:
@@ -46,7 +46,7 @@ def fake_rank(layout: Layout, rank: int, transport: str, domain: int | None = No
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Tensors that are made inside have no values."""
+    """Tensors created inside the context have no values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as patches:
         patches.enter_context(patch.object(FakeTensor, "tolist", _ones))
@@ -57,8 +57,9 @@ def without_data() -> Iterator[None]:
 
 
 def _first_and_last(parts: Callable[..., Iterator[slice]]) -> Callable[..., Iterator[slice]]:
-    """Of an update that goes through a weight in parts: all but the last are alike, and nothing of one is kept for the
-    next. A matrix has hundreds of them, and they would take most of a dry run."""
+    """Only the first and last part of an update that goes through a weight in parts: all but the last are alike, and
+    no part keeps anything for the next. A matrix has hundreds of parts, which would take most of a dry run.
+    """
 
     def ends(*arguments: int) -> Iterator[slice]:
         every = list(parts(*arguments))
@@ -69,7 +70,7 @@ def _first_and_last(parts: Callable[..., Iterator[slice]]) -> Callable[..., Iter
 
 
 def _ones(tensor: FakeTensor) -> Any:
-    """As ``_Readings``, all at once: torch takes a tensor without data apart to read it number by number."""
+    """Like ``_Readings``, all at once: torch reads a tensor without data number by number."""
     read: Any = 1.0 if tensor.dtype.is_floating_point else 1
     for size in reversed(tensor.shape):
         read = [read] * size
@@ -77,7 +78,7 @@ def _ones(tensor: FakeTensor) -> Any:
 
 
 class SizesAlone:
-    """Files of a dry run: what would be on the disk is counted, and nothing is moved."""
+    """Files of a dry run: counts what would be on disk, and moves nothing."""
 
     parts = ()
 
@@ -124,7 +125,7 @@ class SizesAlone:
 
 
 class Mode(TorchDispatchMode):
-    """A mode of a dry run, where nothing is compiled: without the wrappers that keep torch's compiler away."""
+    """A dispatch mode without the wrappers that keep torch's compiler away: a dry run compiles nothing."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,23 +133,24 @@ class Mode(TorchDispatchMode):
 
 
 class SumsInPlace(Mode):
-    """Autograd adds a gradient to one that it alone holds in place, but not while a mode is looking: here it does.
+    """Adds gradients in place. Autograd does so if it holds the only reference, except while a dispatch mode is active.
 
-    To be entered last, for others on top of it would hold the tensors as well. It is for tensors without data alone: a
-    formula of autograd's own may add too, and need afterwards what it added to.
+    Enter it last, because modes above it would hold references too. Only for tensors without data: an autograd formula
+    may also add, and need its original operand afterwards.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            # As in _Readings, here on top of all modes that would only pass it on.
+            # Like in _Readings, but here on top of all modes, which would only pass it on.
             return args[0].fake_device
         if takes_itself_apart(types):
             return NotImplemented
         if func is torch.ops.aten.add.Tensor and not kwargs:
-            # Autograd adds to a tensor that has no other reference. On the way here it gains some; counted here and not
-            # further down, for how many a call adds depends on whether torch.compile was used in this process.
+            # Autograd adds to a tensor without other references. The call adds some references; they are counted here
+            # and not further down, because how many a call adds depends on whether torch.compile was used in this
+            # process.
             alone = args[0]._use_count() == 4 and sys.getrefcount(args[0]) == 3
             if alone and _is_autograds_sum(args[0]):
                 return torch.ops.aten.add_.Tensor(*args)
@@ -156,18 +158,21 @@ class SumsInPlace(Mode):
 
 
 def _is_autograds_sum(tensor: Any) -> bool:
-    """Whether autograd adds to this tensor itself, which is no view."""
+    """Whether autograd itself accumulates into this tensor, which is not a view."""
     if current_node() is None or tensor._is_view():
         return False
-    # Not what Python code of a backward pass adds up: autograd's own sums come straight from where it was started.
+    # Exclude additions by Python code in a backward pass: autograd's own come directly from where the pass was started.
     caller = sys._getframe(2)
-    while caller.f_back is not None and caller.f_code.co_name in ("_fn", "inner"):  # around every mode
+    while caller.f_back is not None and caller.f_code.co_name in (
+        "_fn",
+        "inner",
+    ):  # wrappers around every mode
         caller = caller.f_back
     return caller.f_code.co_name == "_engine_run_backward"
 
 
 class _Readings(Mode):
-    """A number that is read off a tensor without data is 1: a finite loss and a finite norm, so the step goes on."""
+    """Reading a number from a tensor without data gives 1: a finite loss and a finite norm, so the step continues."""
 
     def __init__(self, shapes: ShapeCache) -> None:
         super().__init__()
@@ -177,7 +182,7 @@ class _Readings(Mode):
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            # Asked for more often than all else together; the answer is here.
+            # Requested more often than everything else together; answer it here.
             return args[0].fake_device
         if takes_itself_apart(types):
             return NotImplemented

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredPipeline:
-    """Shares are of all its ranks' time, from the first computation to the end of the last."""
+    """Fractions of the time of all ranks, from the first computation to the end of the last."""
 
     measured: float
-    scheduled: float  # the same computations, each as soon as what it needs is there
-    even: float  # the schedule's own: were all stages equally long
-    busy: list[float]  # seconds each rank of the pipeline computes
+    scheduled: float  # the same computations, each started as soon as its inputs exist
+    even: float  # the schedule's own bubble, as if all stages took equally long
+    busy: list[float]  # seconds that each rank of the pipeline computes
 
     @property
     def apart(self) -> float:
-        """How much more idle the pipeline is than its schedule leaves it; 0.15 is 15 % more."""
+        """How much more the pipeline idles than its schedule implies; 0.15 is 15 % more."""
         return self.measured / self.scheduled - 1 if self.scheduled else 0.0
 
 
 def compare(layout: Layout, micro_batches: int, seen: Sequence[RankProfile]) -> MeasuredPipeline | None:
-    """The first rank's pipeline; None where there is none."""
+    """For the first rank's pipeline; None if there is none."""
     if layout.pp == 1:
         return None
     ranks = [seen[number] for number in line(0, "pp", layout)]
@@ -39,7 +39,7 @@ def compare(layout: Layout, micro_batches: int, seen: Sequence[RankProfile]) -> 
     begin = min(start for start, _ in when.values())
 
     def seconds(instruction: Instruction) -> float:
-        # Weight gradients that come with the backward pass leave nothing to do later.
+        # Weight gradients computed in the backward pass leave nothing for later.
         start, end = when.get(str(instruction), (0.0, 0.0))
         return end - start
 

@@ -1,7 +1,7 @@
 """Dry run of a module that Shoal did not build: one rank of a world of any size, on tensors without data.
 
-The module is built, placed and stepped by the code that trains it: its collectives are those of the real run, and its
-peak is what the same operators hold. There is no prediction beside them: Shoal does not know the shape of the module.
+The module is built, placed and stepped by the training code: its collectives are those of the real run, and its peak is
+what the same operators hold. There is no prediction to compare with, because Shoal does not know the module's shape.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shoal.train.library.run import JoinedRanks, Run
 
 @dataclass(frozen=True)
 class ModuleDryRun:
-    """One rank's step, as it was counted."""
+    """One rank's step, as counted."""
 
     layout: str
     world: int
     rank: int
     memory: dict[str, int]  # bytes on the device at the peak, by category
-    peak: int  # and in all
-    host: int  # bytes that wait in the host's memory
+    peak: int  # total
+    host: int  # bytes offloaded to host memory
     traffic: list[Traffic]
     seconds: float
 
@@ -54,9 +54,9 @@ def dryrun(
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> ModuleDryRun:
-    """The second step of one rank: after the first, the optimizer's states and FSDP's buffers are there.
+    """Count memory and traffic of one rank's second step: by then the optimizer's states and FSDP's buffers exist.
 
-    ``build()`` is called where tensors take no memory. ``batch``: of a whole step. ``options``: those of
+    ``build()`` is called where tensors take no memory. ``batch``: a whole step's batch. ``options``: passed to
     ``run.prepare``, such as ``plan``.
     """
     wanted = layout if isinstance(layout, Layout) else Layout.parse(layout)
@@ -94,7 +94,7 @@ def dryrun(
 
 
 class FakeRun(Run):
-    """A rank among others that are not there, and that agree with it on everything."""
+    """A rank whose absent peers agree with it on everything."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._given = mesh
@@ -109,11 +109,11 @@ class FakeRun(Run):
 
 
 def _stay() -> None:
-    """``fake_rank`` leaves the world."""
+    """Does nothing: ``fake_rank`` leaves the world."""
 
 
 def _mark(tracker: MemoryTracker, run: Run) -> None:
-    """What cannot be told by where it was made."""
+    """Tell the tracker the purpose of tensors that it cannot infer from where they were allocated."""
     assert run.placed is not None
     tracker.mark(_waiting(run), HOST)
     tracker.mark((piece.tensor for piece in run.placed.kept), "params")
@@ -126,7 +126,7 @@ def _mark(tracker: MemoryTracker, run: Run) -> None:
 
 
 def _waiting(run: Run) -> list[Tensor]:
-    """What the host has."""
+    """What is in host memory."""
     found: list[Tensor] = []
     for piece, updated in run.updated.items():
         if updated is not piece.tensor:

@@ -1,7 +1,7 @@
 """Parity of a module that Shoal did not build: the same steps in each layout and on one process, in fp64.
 
-The check of an architecture that Shoal was taught: a plan that splits a layer which it should not, or forgets to sum a
-gradient, trains without an error and learns something else.
+This checks an architecture that Shoal was taught: with a plan that wrongly splits a layer, or forgets to sum a
+gradient, training raises no error but learns something else.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.launch.library import launch
 from shoal.parallel.shards import piece_boxes
 from shoal.train.library.run import Run
 
-# Of a loss, and of a tensor's largest element.
+# Relative to a loss, and to a tensor's largest element.
 TOLERANCE = 1e-12
-SMALLEST = 1e-30  # what is 0 everywhere is compared as it is
-# Gradients that are nothing but rounding, as those of biases of keys, are measured against the largest of all.
+SMALLEST = 1e-30  # zero tensors are compared absolutely
+# Gradients that are only rounding, such as those of key biases, are measured relative to the largest of all.
 OF_LARGEST = 1e-3
 
 
@@ -38,7 +38,7 @@ class ModuleVerdict:
     max_loss_diff: float
     max_grad_diff: float
     max_param_diff: float
-    worst: str  # the parameter, or the gradient, that differs most
+    worst: str  # the parameter or gradient that differs most
     ok: bool
 
 
@@ -67,12 +67,12 @@ def parity(
     timeout: float = 600.0,
     **options: Any,
 ) -> list[ModuleVerdict]:
-    """Train ``build()`` for a step with each of ``batches`` in every layout, and on one process; compare them.
+    """Train ``build()`` for one step per batch, in every layout and on one process, and compare.
 
-    ``layouts``: as the command has them, "tp=2;fsdp=2". ``optimizer``: of parameters; torch's AdamW would make a step
-    of a gradient that is nothing but rounding. ``batches``: of whole steps; floats in them and in the model
-    become fp64. ``options``: those of ``run.prepare``, such as ``plan``. Modules that compute in fp32 whatever their
-    weights are, as some norms of ``transformers`` do, agree to 1e-6 at best: say so with ``tolerance``.
+    ``layouts``: as on the command line, "tp=2;fsdp=2". ``optimizer``: built from parameters; torch's AdamW would turn a
+    gradient that is only rounding into a full step. ``batches``: of whole steps; floats in them and in the model become
+    fp64. ``options``: passed to ``run.prepare``, such as ``plan``. Modules that always compute in fp32, as some norms
+    of ``transformers`` do, agree to 1e-6 at best: set ``tolerance`` for them.
     """
     asked = layouts.split(";") if isinstance(layouts, str) else layouts
     wanted = [one if isinstance(one, Layout) else Layout.parse(one) for one in asked]
@@ -110,7 +110,7 @@ def _train(
 
 
 def own_rows(batch: Any, run: Run, made: Callable[[Tensor], Tensor]) -> Any:
-    """This data rank's rows of every tensor of a batch, and what is ``made`` of them."""
+    """This data rank's rows of every tensor of a batch, passed through ``made``."""
     ranks, index = run.layout.data_ranks, run.mesh.data_index
 
     def share(tensor: Any) -> Any:
@@ -152,17 +152,17 @@ def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: flo
 
 
 def _known(difference: float) -> float:
-    """What is not a number would be neither more nor less than any, and so get lost among others."""
+    """Map NaN to infinity: NaN compares as neither more nor less, and would get lost."""
     return math.inf if math.isnan(difference) else difference
 
 
 class _Worst:
     def __init__(self, least: float) -> None:
-        """``least``: what differences are relative to, at least."""
+        """``least``: the smallest denominator of relative differences."""
         self.least, self.difference, self.name = max(least, SMALLEST), 0.0, ""
 
     def see(self, name: str, found: Tensor | None, whole: Tensor | None, box: Box) -> None:
-        """A part of a tensor and the whole one; without them: one has it and the other has not."""
+        """Compare part of a tensor with the whole; None: only one of the two exists."""
         difference = float("inf")
         if found is not None and whole is not None:
             part = whole.view(box.whole)[box.slices].reshape(-1)

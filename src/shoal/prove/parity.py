@@ -1,7 +1,7 @@
 """Parity: the same run in each layout against one process: losses, every gradient, every weight.
 
-A layout that differs is taken apart: its strategies are switched off one at a time, and the one without which the
-difference is gone is named, with its file.
+A layout that differs is bisected: its strategies are switched off one at a time, and the one without which the
+difference disappears is named, with its file.
 """
 
 from __future__ import annotations
@@ -21,53 +21,55 @@ from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.plan.resolve import Job, resolve
 from shoal.prove.parity_rank import COARSE, Difference, ParityRank, ParityRequest, run_parity_rank
 
-# What one rank does; a parameter, so that a proof of the proof can put a broken one in its place.
+# What one rank runs; a parameter, so that a test of the proof can substitute a broken one.
 Rehearse = Callable[..., ParityRank | None]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart two runs may be that are the same run but for rounding."""
+    """How far apart two runs may be that are the same except for rounding."""
 
     loss: float
-    gradient: float  # before the first update, where rounding has had no time to grow
-    parameter: float  # after the last; AdamW divides by what may be almost nothing, and so magnifies
+    gradient: float  # before the first update, where rounding has not grown yet
+    parameter: float  # after the last; AdamW divides by what may be almost nothing, which magnifies rounding
     later: float  # gradients of later steps, which inherit the parameters' differences
-    same_text: bool = True  # whether both write the same; rounding may turn one likely token into another
+    same_text: bool = (
+        True  # whether both generate the same text; rounding may flip one likely token to another
+    )
 
 
 TOLERANCES = {
     "fp64": Tolerance(loss=1e-12, gradient=1e-12, parameter=1e-8, later=1e-9),
     "fp32": Tolerance(loss=2e-5, gradient=2e-4, parameter=5e-2, later=2e-2),
-    # At least twice what runs of three families differed by, three seeds each (docs/parity.md).
+    # At least twice the differences between runs of three families, three seeds each (docs/parity.md).
     "bf16": Tolerance(loss=3e-3, gradient=1e-1, parameter=1e-1, later=2e-1, same_text=False),
     "fp8": Tolerance(loss=1e-2, gradient=6e-1, parameter=1.5e-1, later=8e-1, same_text=False),
 }
-# In fp8, of layouts that round the same operands with the same scales. Their first gradients differ as bf16 has it.
+# For fp8 layouts that round the same operands with the same scales. Their first gradients differ as in bf16.
 SAME_SCALES = Tolerance(loss=3e-3, gradient=1e-2, parameter=5e-2, later=4e-1, same_text=False)
-# AdamW's first updates have the size of the learning rate in every weight, and the direction of a gradient's sign.
-# Where that is a matter of rounding as coarse as this, larger ones carry it to all that is computed after.
+# AdamW's first updates have the size of the learning rate in every weight, and the sign of its gradient. If rounding
+# this coarse decides the sign, larger rates would carry it into everything computed later.
 COARSE_RATE = 1e-3
 STRICT = Tolerance(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """One layout against one process."""
+    """One layout compared with one process."""
 
     layout: Layout
     losses: list[float]
     max_loss_diff: float
-    max_grad_diff: float  # of the first step: before any update, rounding has had no time to grow
+    max_grad_diff: float  # of the first step: before any update, rounding has not grown yet
     max_param_diff: float
     ok: bool
     seconds: float
-    max_later_grad_diff: float = 0.0  # of the steps after the first, whose parameters differ already
+    max_later_grad_diff: float = 0.0  # of later steps, whose parameters already differ
     bit_identical: bool = False
-    differing: tuple[Difference, ...] = ()  # every tensor beyond its tolerance, the first one first
-    reason: str = ""  # in words, where it is not ok
-    strategy: str = ""  # the key of the layout that brings the difference in
-    file: str = ""  # where that strategy lives
+    differing: tuple[Difference, ...] = ()  # every tensor beyond its tolerance, first one first
+    reason: str = ""  # in words, if it is not ok
+    strategy: str = ""  # the layout key that introduces the difference
+    file: str = ""  # the file of that strategy
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Prover:
     precision: str
     folder: Path  # for the references' tensors
     rehearse: Rehearse = run_parity_rank
-    visible: str | None = None  # what CUDA_VISIBLE_DEVICES says
+    visible: str | None = None  # the value of CUDA_VISIBLE_DEVICES
     references: dict[Layout, ParityRank] = field(default_factory=dict)  # those that have run
 
     def prove(
@@ -105,7 +107,7 @@ class Prover:
         return Parity(self.steps, self.precision, self.reference(Layout()).losses, verdicts)
 
     def reference(self, layout: Layout) -> ParityRank:
-        """One process. It must not fail, so its failure is not a verdict."""
+        """Run one process. It must not fail, so its failure is not a verdict."""
         if layout not in self.references:
             request = self._request(layout, layout, writes=True)
             request.folder.mkdir(exist_ok=True)
@@ -115,17 +117,17 @@ class Prover:
         return self.references[layout]
 
     def micro_batches(self, layouts: list[Layout]) -> list[Layout]:
-        """One process with each size of micro-batch that layouts are compared with, but for the whole batch.
+        """One process with each micro-batch size that layouts are compared with, except for the whole batch.
 
-        To be judged too: in fp8 they are nothing that can be taken for granted.
+        These are judged too: in fp8 their agreement cannot be taken for granted.
         """
         alike = dict.fromkeys(self._alike(layout) for layout in layouts)
         return [layout for layout in alike if layout != Layout() and layout not in layouts]
 
     def _alike(self, layout: Layout) -> Layout:
-        """One process that a layout is compared with: the whole batch at once.
+        """The single-process run that a layout is compared with: the whole batch at once.
 
-        In fp8, micro-batches of the same size, since what is multiplied together shares a scale.
+        In fp8, micro-batches of the same size, because what is multiplied together shares a scale.
         """
         batch = self.config.recipe.batch
         micro = layout.micro_batch(batch)
@@ -141,7 +143,7 @@ class Prover:
     def _judge(self, layout: Layout) -> ParityVerdict:
         reference = self._alike(layout)
         if layout == reference:
-            reference = Layout()  # compared with itself it would prove nothing
+            reference = Layout()  # comparing it with itself would prove nothing
         truth = self.reference(reference)
         started = time.perf_counter()
         request = self._request(layout, reference)
@@ -160,13 +162,13 @@ class Prover:
     def _tolerance(self, layout: Layout, job: Job) -> Tolerance:
         if job.config.run.strict:
             return STRICT
-        # Tensor ranks have features of their own, and so scales of their own; and so has another micro-batch.
+        # Tensor ranks quantise their own features with their own scales; so does a different micro-batch.
         if self.precision == "fp8" and layout.tp == 1 and layout != self._alike(layout):
             return SAME_SCALES
         return TOLERANCES[self.precision]
 
     def _blame(self, verdict: ParityVerdict) -> ParityVerdict:
-        """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
+        """Name the strategy without which the layout passes; if no single one is, all of them."""
         layout = verdict.layout
         suspects = [one for one in STRATEGIES if one.works(layout)]
         guilty = [one for one in suspects if len(suspects) == 1 or self._is_fine(without(one, layout))]
@@ -175,14 +177,14 @@ class Prover:
         return replace(verdict, strategy=", ".join(one.key for one in guilty), file=", ".join(files))
 
     def _is_fine(self, layout: Layout) -> bool:
-        """Of a part of a layout, which may need what was switched off: then it tells nothing."""
+        """Whether part of a layout passes; it may need what was switched off, which tells nothing."""
         try:
             return self._judge(layout).ok
         except BadInput:
             return False
 
     def _file(self, strategy: Strategy, verdict: ParityVerdict) -> str:
-        """Where a strategy lives, or that part of it that the first wrong tensor points to."""
+        """The file of a strategy, or of the part of it that the first wrong tensor points to."""
         layout, model = verdict.layout, self.job(verdict.layout).network
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
         summed = {
@@ -190,12 +192,12 @@ class Prover:
         }
         tied = at_first & {EMBEDDING} if model.tied else set()
         if at_first and at_first == {"tp": summed, "pp": tied}.get(strategy.key):
-            return "parallel/shared_gradients.py"  # nothing but sums over ranks that hold the same parameter
+            return "parallel/shared_gradients.py"  # only sums over ranks that hold the same parameter
         return strategy.file_in(layout)
 
 
 def job_of(config: Config, layout: Layout, precision: str, visible: str | None = None) -> Job:
-    """The config's job in another layout and precision; raises all that is wrong with it."""
+    """The config's job in another layout and precision; raises everything that is wrong with it."""
     values = config.model_dump()
     values["layout"] = str(layout)
     values["recipe"]["precision"] = precision
@@ -207,7 +209,9 @@ def job_of(config: Config, layout: Layout, precision: str, visible: str | None =
 
 
 def _patience(job: Job) -> float:
-    """Ranks give up on each other after ``fault.timeout``; together they may take longer, but not forever."""
+    """Total timeout: ranks give up on each other after ``fault.timeout``; together they may take longer, but not
+    forever.
+    """
     return max(600.0, 4 * job.config.fault.timeout)
 
 
@@ -232,7 +236,7 @@ def _verdict(
     norm_is_off = not (norms[0] <= tolerance.gradient and _worst(norms) <= tolerance.later)
     reason = ""
     if norm_is_off and not (first and first.step == 1 and first.what == "gradient"):
-        # The first step's gradients are right and their norm is not, so what follows is the norm's doing.
+        # The first step's gradients are right but their norm is not, so later differences come from the norm.
         reason = f"the norm of all gradients is off by {_worst(norms):.1e}"
     elif first:
         reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
@@ -259,17 +263,17 @@ def _verdict(
 
 
 def _routed_apart(truth: ParityRank, seen: ParityRank) -> int | None:
-    """The first step in which an expert was sent more or fewer tokens than in one process."""
+    """The first step in which an expert got a different number of tokens than in one process."""
     sent = [[None if one is None else one.sent for one in rank.routed] for rank in (seen, truth)]
     return next((step for step, both in enumerate(zip(*sent, strict=True), 1) if both[0] != both[1]), None)
 
 
 def _worst(amounts: list[float]) -> float:
-    """The largest; one that is not a number is worse than all."""
+    """The largest; NaN is worse than anything."""
     return max((amount if amount == amount else float("inf") for amount in amounts), default=0.0)
 
 
 def without(strategy: Strategy, layout: Layout) -> Layout:
-    """The layout that lacks this strategy alone."""
+    """The layout without this one strategy."""
     off = {strategy.key, *strategy.policies, *strategy.resets}
     return Layout(**{key: value for key, value in layout.written().items() if key not in off})

@@ -27,9 +27,9 @@ from shoal.train.scratch_files import open_files
 
 PROMPT_TOKENS, WRITTEN_TOKENS = 8, 8
 
-# A tensor's gradient may be zero but for rounding (a key's bias, say), and in a coarse precision a bias that begins at
-# zero consists of the signs of such gradients. Measured against itself rounding would look like an error, so what is
-# compared is never taken to be smaller than this share of the largest of its kind.
+# A tensor's gradient may be zero except for rounding (a key bias, for one), and in a coarse precision a bias that
+# starts at zero consists of such gradients' signs. Relative to itself rounding would look like an error, so the
+# denominator is at least this fraction of the largest tensor of its kind.
 FLOOR = {"gradient": 1e-3, "parameter": 1e-3}
 COARSE_FLOOR = {"gradient": 1e-2, "parameter": 1e-1}
 COARSE = ("bf16", "fp8")
@@ -47,29 +47,29 @@ class Difference:
 
 @dataclass
 class ParityRank:
-    """What a layout's first rank saw."""
+    """The results on a layout's first rank."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     heldout: float | None = None
     written: str = ""
-    routed: list[ExpertLoad | None] = field(default_factory=list)  # by step: tokens that each expert was sent
+    routed: list[ExpertLoad | None] = field(default_factory=list)  # by step: tokens sent to each expert
     differences: list[Difference] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ParityRequest:
-    """What is rehearsed: everything but the layout's own rank."""
+    """What to run, the same for all ranks."""
 
     job: Job
     dataset: Path
     steps: int
-    folder: Path  # where the reference keeps its tensors
+    folder: Path  # where the reference's tensors are stored
     reference: bool  # write them, or compare with them
 
 
 def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityRequest) -> ParityRank | None:
-    """One rank's part; the first rank returns what was seen."""
+    """One rank's part; the first rank returns the results."""
     job = script.job
     mesh = init_rank(job, rank, rank, store)
     files = open_files(job, script.folder, rank)
@@ -97,7 +97,7 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
 
 
 class _Reference:
-    """The reference's tensors, one file for each step's gradients and one for the last weights."""
+    """The reference's tensors: one file per step for gradients, and one for the final weights."""
 
     def __init__(self, script: ParityRequest) -> None:
         self.folder, self.writing = script.folder, script.reference
@@ -111,7 +111,7 @@ class _Reference:
         value: Callable[[Shard], Tensor],
         seen: ParityRank,
     ) -> None:
-        """Every tensor of a kind, in forward order: kept, or compared with the one that was kept."""
+        """Store every tensor of a kind, in forward order, or compare it with the stored one."""
         recipe = job.config.recipe
         names = [name for name, _, _ in canonical_parameters(job.network) if not recipe.frozen(name)]
         path = self.folder / f"{what}-{step}.safetensors"
@@ -144,7 +144,7 @@ def difference(ours: Tensor, theirs: Tensor, floor: float) -> float:
 
 
 def _evaluate(program: Program, seen: ParityRank) -> None:
-    """The held-out loss and a greedily written text, which every layout has to agree on as well."""
+    """The held-out loss and greedily generated text, on which every layout has to agree as well."""
     loader, recipe, mesh = program.loader, program.job.config.recipe, program.mesh
     if loader.heldout is None:
         return

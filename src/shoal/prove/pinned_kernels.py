@@ -15,8 +15,8 @@ from shoal.observe.subclasses import takes_itself_apart
 from shoal.predict.workload import Workload
 from shoal.prove.fake_world import Mode
 
-# What tensors without data are given on this side: a CPU's kernel keeps what CUDA's fused ones keep, which is queries,
-# keys, values, the result and a logarithm for each query and head. The unfused form is the same code everywhere.
+# The operators that tensors without data go through here: a CPU's kernel saves what CUDA's fused ones save, which is
+# queries, keys, values, the result and a log-sum-exp per query and head. The unfused form is the same code everywhere.
 OPERATORS: dict[str, AttentionKernel] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "fused",
     "aten::_scaled_dot_product_cudnn_attention": "fused",
@@ -25,23 +25,23 @@ OPERATORS: dict[str, AttentionKernel] = {
     "aten::_safe_softmax": "unfused",
     "aten::_softmax": "unfused",
 }
-# Attention has rows, heads, tokens and features; a router's softmax is another's.
+# Attention's softmax has four dimensions (rows, heads, tokens, features); a router's has fewer.
 HEADS = 4
-# Windows and rings go through operators of our own, which keep the same on every device and in every precision.
+# Windows and rings use custom operators, which save the same on every device and in every precision.
 ANYWHERE = ("shoal::attend_within", "shoal::attend_turn")
 
 
 class WrongKernel(RuntimeError):
-    """The step went through another kernel than the target device would use."""
+    """The step used another kernel than the target device would."""
 
 
 class UsedKernels(Mode):
-    """Notes which kernels of attention a step goes through."""
+    """Records which attention kernels a step uses."""
 
     def __init__(self, wanted: AttentionKernel, device: str, by_token: bool) -> None:
         super().__init__()
         self.wanted, self.device = wanted, device
-        self.by_token = by_token  # how the device's kernel lays its result out
+        self.by_token = by_token  # the layout of the device kernel's result
         self.used: dict[str, AttentionKernel] = {}
         self.anywhere = False
 
@@ -61,7 +61,7 @@ class UsedKernels(Mode):
         return result
 
     def check(self) -> None:
-        """Raise unless all attention went the way it would on the device."""
+        """Raise unless all attention used the device's kernel."""
         wrong = [name for name, kind in self.used.items() if kind != self.wanted]
         if wrong or not (self.used or self.anywhere):
             went = " and ".join(wrong) or "no kernel of attention that is known"
@@ -73,7 +73,7 @@ class UsedKernels(Mode):
 
 @contextmanager
 def pinned(workload: Workload) -> Iterator[UsedKernels]:
-    """Attention inside is computed the way the workload's device would compute it."""
+    """Inside the context, attention is computed the way the workload's device would compute it."""
     device = workload.cluster.device
     wanted = attention_kernel(device, workload.recipe.precision)
     unfused = sdpa_kernel(SDPBackend.MATH) if wanted == "unfused" else nullcontext()

@@ -24,7 +24,7 @@ SETS = {
 
 
 def layouts(text: str, job: Job) -> list[Layout]:
-    """Layouts written out, separated by ";", or a set by name. In strict mode all sets are that mode's own."""
+    """Layouts separated by ";", or a named set. In strict mode all sets are that mode's own."""
     refuse_servers(job.config, "shoal parity")
     if text in SETS:
         chosen = coverage.legal(coverage.STRICT if job.config.run.strict else SETS[text], job)
@@ -46,7 +46,9 @@ def layouts(text: str, job: Job) -> list[Layout]:
 def ready(
     job: Job, chosen: list[Layout], precisions: list[str], steps: int, visible: str | None, console: Console
 ) -> Path:
-    """Everything wrong with any of the layouts, at once; else the data, and a warm server for the processes."""
+    """Report everything wrong with any of the layouts, at once; otherwise prepare the data and a warm server for the
+    processes.
+    """
     from shoal.prove.parity import job_of
 
     problems = []

@@ -31,7 +31,7 @@ from shoal.train.run_directory import RunDirectory
 if TYPE_CHECKING:
     from shoal.prove.profile_rank import RankProfile
 
-# Of a part that is so little of the whole, an error in percent says nothing.
+# A percentage error of a part below this fraction of the whole means nothing.
 NEXT_TO_NOTHING = 1e-3
 
 
@@ -41,7 +41,7 @@ class ProfileFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Profile:
-    """What every rank measured, and the plan that it is held against."""
+    """What every rank measured, and the plan it is compared with."""
 
     job: Job
     plan: Plan
@@ -50,7 +50,9 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of a step without instruments, by the slowest rank's clock: no rank can begin the next one without it."""
+        """Seconds of an uninstrumented step, by the slowest rank's clock: no rank can start the next step without
+        it.
+        """
         return max(median(rank.seconds) for rank in self.seen)
 
     @property
@@ -59,7 +61,7 @@ class Profile:
 
     @property
     def spread(self) -> float:
-        """How much the timed steps differ, as a share of their median."""
+        """How much the timed steps differ, as a fraction of their median."""
         times = self.seen[0].seconds
         return (max(times) - min(times)) / median(times)
 
@@ -78,9 +80,9 @@ class Profile:
 
     @cached_property
     def step(self) -> dict[str, float]:
-        """The busiest rank's step in the words of ``Plan.step``.
+        """The busiest rank's step, with the keys of ``Plan.step``.
 
-        What is left over of a step without instruments is ``other``: host gaps, input wait, unintended copies.
+        ``other`` is the rest of an uninstrumented step: host gaps, input wait, unintended copies.
         """
         spent = self.busiest.spent
         copies = spent.kinds.get(COPIES, 0.0)
@@ -101,9 +103,9 @@ class Profile:
 
     @property
     def _scale(self) -> float:
-        """From the profiled step to one without instruments. On a CPU the profiler slows all of it alike.
+        """The factor from the profiled step to an uninstrumented one. On a CPU the profiler slows everything alike.
 
-        A GPU computes beside it as ever: only the host's gaps are longer, unless there were none.
+        A GPU computes at its usual speed: only the host's gaps get longer, unless there were none.
         """
         spent = self.busiest.spent
         on_gpu = self.busiest.allocated is not None
@@ -112,13 +114,13 @@ class Profile:
 
     @cached_property
     def kinds(self) -> dict[str, float]:
-        """What the step's computation is made of."""
+        """Seconds of the step's computation by kind."""
         kinds = self.busiest.spent.kinds
         return {kind: seconds * self._scale for kind, seconds in kinds.items() if kind != COPIES}
 
     @cached_property
     def communication(self) -> dict[str, Any]:
-        """In which ranks talk, and by collective what of it no computation hides."""
+        """Process groups that communicate, and for each collective the time that no computation hides."""
         spent = self.busiest.spent
         return {
             "total": spent.communication * self._scale,
@@ -127,27 +129,29 @@ class Profile:
 
     @property
     def copies(self) -> float:
-        """To and from the host, that no offloading asks for."""
+        """Seconds of copies to and from the host that are not offload."""
         unasked = not self.job.layout.offload
         return self.busiest.spent.kinds.get(COPIES, 0.0) * self._scale if unasked else 0.0
 
     @property
     def host_gaps(self) -> float:
-        """What is left of a step: its device waits for Python."""
+        """The rest of a step, in which the device waits for Python."""
         return max(0.0, self.step["other"] - self.input_wait - self.copies)
 
     @property
     def host_gaps_error(self) -> float | None:
-        """Of all that is ``other``, they are what is predicted."""
+        """Of all that is ``other``, only host gaps are predicted."""
         gaps = self.host_gaps
         return self.plan.step.other / gaps - 1 if gaps > self.seconds * NEXT_TO_NOTHING else None
 
     @cached_property
     def memory(self) -> dict[str, Any]:
-        """The fullest rank's bytes in the words of ``Ledger``. Categories are the tracker's, and add up to its peak."""
+        """The fullest rank's bytes, with the keys of ``Ledger``. Categories are the tracker's, and add up to its
+        peak.
+        """
         rank = self.fullest
         own = {name: rank.categories.get(name, 0) for name in CATEGORIES}
-        # The tracker also knows what a buffer is for, such as messages between stages.
+        # The tracker has finer categories for buffers, such as messages between stages.
         own["buffers"] += rank.peak - sum(own.values())
         return {
             **own,
@@ -161,7 +165,7 @@ class Profile:
 
     @cached_property
     def errors(self) -> dict[str, dict[str, float]]:
-        """Predicted over measured, less one: of every part that is more than next to nothing."""
+        """Predicted over measured, minus one, for every part that is not negligible."""
         memory = ("peak_allocated", *CATEGORIES, *(("reserved",) if self.memory["reserved"] else ()))
         pairs = {
             "step": {name: (getattr(self.plan.step, name), ours) for name, ours in self.step.items()},
@@ -179,14 +183,14 @@ class Profile:
 
     @cached_property
     def rates(self) -> calibration.Calibration:
-        """What the predicted times rest on."""
+        """The calibration that the predicted times use."""
         return calibration.find(self.job.cluster)
 
     @property
     def groups(self) -> list[str]:
-        """Those that talk, the one first that the step waits for longest.
+        """Groups that communicate, the one that the step waits for longest first.
 
-        By the trace, where it tells groups apart; gloo's tells only when there is one of them.
+        From the trace, if it distinguishes groups; with gloo it only does if there is just one.
         """
         waits: dict[str, float] = {}
         for name, seconds in self.communication["exposed"].items():
@@ -229,7 +233,7 @@ class Profile:
         return [*of_run(self.plan.workload, self.kinds, self.seconds), *verdict(self.evidence)]
 
     def document(self) -> dict[str, Any]:
-        """What profile.json holds and ``--json`` prints."""
+        """The content of profile.json and of ``--json``."""
         predicted = as_json(self.plan)
         pipeline = self.pipeline
         return {
@@ -256,14 +260,14 @@ class Profile:
 
 
 def peak(rank: RankProfile) -> int:
-    """The allocator's own peak where there is one, else that of the tracker."""
+    """The allocator's own peak if there is one, otherwise the tracker's."""
     return rank.peak if rank.allocated is None else rank.allocated
 
 
 def profile(
     job: Job, run: RunDirectory, warm_up: int, console: Console, visible: str | None = None
 ) -> Profile:
-    """Profile ``job``; traces go to ``run``, of which nothing else is touched. Bad input raises before that."""
+    """Profile ``job``; traces go to ``run``, which is otherwise unchanged. Bad input raises before that."""
     if warm_up < 1:
         raise BadInput(
             f"--steps {warm_up}: the first step makes optimizer states, so one is needed", "--steps 3"
@@ -282,11 +286,11 @@ def profile(
             held.enter_context(run.held())
         local.warm_workers((*local.PRELOAD, "shoal.prove.profile_rank"), job.config)
         held.enter_context(private_files())
-        # torch takes seconds to import, and bad input was answered without it.
+        # torch takes seconds to import, and bad input was reported without it.
         from shoal.launch.ranks import RankFailed, run_ranks
         from shoal.prove.profile_rank import ProfileRequest, take_part
 
-        # Traces of an earlier profile may be those of more ranks.
+        # Traces of an earlier profile may be from more ranks.
         shutil.rmtree(run.profiles, ignore_errors=True)
         run.profiles.mkdir(mode=0o700)
         order = ProfileRequest(job, dataset.path.resolve(), warm_up, RunDirectory(run.path.resolve()))

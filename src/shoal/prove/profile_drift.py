@@ -1,6 +1,6 @@
 """Kernels of a profiled step that are slower than when the device was calibrated.
 
-Two calibrations are compared in ``calibrate/drift.py``.
+``calibrate/drift.py`` compares two calibrations.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.measured_layer import by_kind
 from shoal.predict.workload import Workload
 
-# A run's kernels differ by less from those that were measured one by one.
+# A run's kernels differ by less than this from those measured in isolation.
 NOTABLE = 0.10
-# Kinds of work that take less of a step than this say little.
+# Kinds of work below this fraction of a step are not reported.
 LITTLE = 0.02
 
 
 def of_run(workload: Workload, kinds: Mapping[str, float], seconds: float) -> list[str]:
-    """A sentence for each kind of work on which a profiled step spends longer than its calibration says.
+    """A sentence for each kind of work that takes longer in the profiled step than the calibration says.
 
-    ``kinds``: seconds of the step by kind, as a profile has them. Only of a device that has the run to itself: where
-    several ranks share the work, others than the kernels decide.
+    ``kinds``: seconds of the step by kind, from a profile. Only valid on a device that the run has to itself: where
+    several ranks share one, more than the kernels decides.
     """
     on = cost_model(workload)
     if not isinstance(on.kernels, MeasuredKernels) or workload.layout.world > 1 or workload.lora is not None:

@@ -1,4 +1,4 @@
-"""One rank's part of a profile: steps under a clock, torch's profiler and the memory tracker."""
+"""One rank's part of a profile: timed steps, torch's profiler and the memory tracker."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from shoal.train.run_directory import RunDirectory
 from shoal.train.scratch_files import open_files
 
 TIMED_STEPS = 5
-# The profiler's own start takes time: it runs along for a step before the one that counts. The tracker has one more.
+# The profiler's own start takes time, so it runs for one step before the one that counts. The tracker has one more.
 WITH_INSTRUMENTS = 3
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is profiled, and where its files go."""
+    """What to profile, and where its files go."""
 
     job: Job
     dataset: Path
@@ -49,20 +49,20 @@ class RankProfile:
 
     rank: int
     place: dict[str, int]
-    seconds: list[float]  # of each step without instruments
+    seconds: list[float]  # of each uninstrumented step
     waits: list[float]  # of these, for input
     spent: TimeBreakdown  # of the profiled step
     computations: dict[str, Interval]  # of the schedule, on a clock that the ranks of a machine share
-    peak: int  # live bytes of tensors at the fullest moment
-    categories: dict[str, int]  # what that was made of
-    moment: str  # when that was
+    peak: int  # peak of live tensor bytes
+    categories: dict[str, int]  # the peak by category
+    moment: str  # when the peak occurred
     traffic: list[dict[str, Any]]
-    allocated: int | None = None  # the device's allocator: most allocated, most reserved
+    allocated: int | None = None  # the device allocator's peaks: allocated, reserved
     reserved: int | None = None
 
 
 def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) -> RankProfile:
-    """Warm-up steps, timed steps, a profiled and a tracked one: all of them ordinary steps of the run."""
+    """Warm-up steps, timed steps, a profiled and a tracked one: all of them regular steps of the run."""
     # torch's profiler announces its start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     job = order.job
@@ -112,7 +112,7 @@ def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) 
 
 
 def _timed(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Meter:
-    """One step as training does it, on a meter of its own."""
+    """One step as in training, on its own meter."""
     meter = Meter(program.job, program.mesh)
     meter.start()
     with record_function(trace.INPUT):
@@ -125,11 +125,11 @@ def _timed(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Meter:
 
 
 def _traced(program: Program, steps: Iterator[tuple[int, list[Batch]]], path: Path) -> None:
-    """The second of two steps under the profiler, written down as a trace that Perfetto opens."""
+    """The second of two steps under the profiler, saved as a trace for Perfetto."""
     activities = [ProfilerActivity.CPU]
     if program.mesh.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # Events of more than one cycle: there is only one, but without it torch warns that it would forget others.
+    # There is only one cycle, but without a schedule torch warns that it would forget others.
     cycle = schedule(wait=0, warmup=1, active=1)
     with profile(activities=activities, schedule=cycle, acc_events=True) as profiler:
         _timed(program, steps)
@@ -140,7 +140,7 @@ def _traced(program: Program, steps: Iterator[tuple[int, list[Batch]]], path: Pa
 
 
 def _tracked(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Watch:
-    """One step with every live byte followed."""
+    """One step with every live byte tracked."""
     device = program.mesh.device
     step, batches = next(steps)
     targets, _ = program.step.agree(program.own_targets(batches))
@@ -151,7 +151,7 @@ def _tracked(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Watc
 
 
 def _pipeline(mesh: Mesh, computations: dict[str, Interval]) -> Interval | None:
-    """From the first computation of any rank to the last one's end; None without a pipeline."""
+    """From any rank's first computation to the end of the last; None without a pipeline."""
     if mesh.layout.pp == 1:
         return None
     first = min(start for start, _ in computations.values())

@@ -12,7 +12,7 @@ from shoal.predict.memory import ledger
 from shoal.predict.workload import Workload
 from shoal.prove.measured_bubble import MeasuredPipeline
 
-# From these shares of a step on, a part of it is worth a person's time.
+# Parts of a step at or above these fractions deserve a user's attention.
 INPUT_WAIT = 0.05
 EXPOSED = 0.10
 BUBBLE = 0.15
@@ -31,7 +31,7 @@ MEMORY_ERROR = 0.03
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict is given on. Parts are shares of a step without instruments."""
+    """What a verdict is based on. Parts are fractions of an uninstrumented step."""
 
     workload: Workload
     seconds: float
@@ -44,19 +44,19 @@ class Evidence:
     recompute: float = 0.0
     host_gaps: float = 0.0
     copies: float = 0.0
-    links: tuple[str, ...] = ()  # groups that talk, those first that are predicted to take longest
+    links: tuple[str, ...] = ()  # groups that communicate, longest predicted time first
     pipeline: MeasuredPipeline | None = None
-    stages: tuple[dict[int, float], ...] = ()  # for each stage its ranks, with the seconds that each computes
+    stages: tuple[dict[int, float], ...] = ()  # per stage its ranks, with the seconds that each computes
     spread: float = 0.0
-    rates: str = ""  # what the predicted times rest on
+    rates: str = ""  # the source of the predicted times
     rates_measured: bool = False
-    shared: bool = False  # several ranks have one device
+    shared: bool = False  # several ranks share a device
 
 
 def verdict(evidence: Evidence) -> list[str]:
-    """The largest share of the step first; then what else is odd."""
+    """The largest part of the step first; then what else is odd."""
     found = []
-    if not evidence.shared:  # shares of a time that says nothing say nothing
+    if not evidence.shared:  # with a shared device, fractions of the time mean nothing
         found = [text for _, text in sorted(_parts(evidence), key=lambda part: -part[0])]
         found += _stragglers(evidence)
     found += _prediction(evidence)
@@ -118,7 +118,7 @@ def _communication(evidence: Evidence) -> str:
 
 
 def _link(workload: Workload, group: str) -> Link:
-    """What the ranks of a group talk over; the slowest of it, where they are far apart."""
+    """The link that a group's ranks use; the slowest one, if they are far apart."""
     cluster = workload.cluster
     _, ranks, stride = workload.ranks_of(group)
     domain = cluster.fast_domain if cluster.fast else cluster.devices_per_node
@@ -157,7 +157,7 @@ def _larger_kernels(evidence: Evidence) -> str:
 
 
 def _stragglers(evidence: Evidence) -> Iterator[str]:
-    """Ranks of one stage compute the same; one that takes longer holds up all others."""
+    """Ranks of one stage compute the same; a slower one holds up all others."""
     for number, ranks in enumerate(evidence.stages):
         slowest = max(ranks, key=ranks.__getitem__)
         others = [seconds for rank, seconds in ranks.items() if rank != slowest]

@@ -1,8 +1,8 @@
-"""Replay a past step of a run from the nearest checkpoint, in any layout, and compare it with what the run recorded.
+"""Replay a past step of a run from the nearest checkpoint, in any layout, and compare it with the run's records.
 
-The state before it is branched into a scratch run (``train/branch.py``), and real training goes on there: what it makes
-of the step, and of those up to the run's next checkpoint, has to be what the run made of them. To the bit in the run's
-own layout and in strict mode, else within rounding.
+The state before the step is branched into a scratch run (``train/branch.py``), where real training continues. Its
+results for the step, and for those up to the run's next checkpoint, must equal the run's: bit for bit in the run's own
+layout and in strict mode, otherwise within rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.files import private_files, read_rows
 from shoal.train.run_directory import RunDirectory
 
-# Relative differences that rounding makes: of losses and norms, and of a tensor by its largest element.
+# Relative differences that rounding causes: of losses and norms, and of a tensor relative to its largest element.
 ROUNDING = {
     "fp64": (1e-10, 1e-8),
     "fp32": (1e-4, 1e-2),
@@ -40,24 +40,24 @@ ROUNDING = {
 }
 PATIENCE = 7 * 24 * 3600.0  # seconds: the nearest checkpoint may be many steps before
 NUMBERS = ("loss", "grad_norm")
-ORDER = ("weight", "output", "gradient")  # in which a step meets them
+ORDER = ("weight", "output", "gradient")  # the order in which a step reaches them
 WORST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What a step was, and what it is again."""
+    """The recorded step, and the replayed one."""
 
     step: int
     recorded: dict[str, float | None]
     replayed: dict[str, float | None]
-    identical: bool  # the loss, to the bit
-    same: bool  # as far as it has to be
+    identical: bool  # the loss is bit-equal
+    same: bool  # as equal as it has to be
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor of the run's checkpoint that is not what the replay has."""
+    """A tensor that differs between the run's checkpoint and the replay's."""
 
     tensor: str
     state: str
@@ -65,22 +65,22 @@ class TensorDifference:
     recorded: float
     replayed: float
     difference: float  # relative to the tensor's largest element
-    rank: int  # of the run, that held and wrote this element
+    rank: int  # the run's rank that held and wrote this element
 
 
 @dataclass(frozen=True)
 class ReplayVerdict:
-    """All that a replay has shown."""
+    """The results of a replay."""
 
-    start: int  # the checkpoint it began with; 0: the first weights
+    start: int  # the checkpoint it began with; 0: the initial weights
     layout: str
-    exact: bool  # compared to the bit
+    exact: bool  # compared bit for bit
     steps: list[ReplayedStep]
-    checkpoint: int | None  # that was compared, if there was one to compare
-    tensors: int  # that differ
+    checkpoint: int | None  # the checkpoint that was compared, if there was one
+    tensors: int  # number of differing tensors
     worst: TensorDifference | None
-    not_finite: NotFinite | None  # the first that the step meets
-    samples: list[SampleLoss]  # those of the largest loss
+    not_finite: NotFinite | None  # the first that the step reaches
+    samples: list[SampleLoss]  # the samples with the largest loss
 
     @property
     def same(self) -> bool:
@@ -88,7 +88,7 @@ class ReplayVerdict:
 
 
 def replay(path: Path, step: int, layout: str, visible: str | None, console: Console) -> ReplayVerdict:
-    """Bad input raises before a process is started."""
+    """Run the replay. Bad input raises before a process is started."""
     run = RunDirectory(path)
     if not run.config.is_file():
         raise BadInput(f"{path} is no run", "name a run's directory, runs/NAME")
@@ -141,7 +141,7 @@ def replay(path: Path, step: int, layout: str, visible: str | None, console: Con
 
 
 def _job(run: RunDirectory, layout: str, visible: str | None) -> Job:
-    """The run's own, in another layout: nothing is evaluated or observed, and its last state is kept."""
+    """The run's own job in another layout: nothing is evaluated or observed, and its last state is kept."""
     given = load(run.config, None, layout if layout != "own" else None).config
     values = given.model_dump()
     values["checkpoint"] |= {"every": 10**9, "to": None, "memory": 0}
@@ -160,14 +160,14 @@ def _compared(then: dict[str, Any], now: dict[str, Any], limit: float) -> Replay
 
 
 def _close(one: float | None, other: float | None, limit: float) -> bool:
-    """What is not finite was recorded as nothing."""
+    """Whether two values agree; non-finite ones were recorded as null."""
     if one is None or other is None:
         return one is other
     return abs(one - other) <= limit * max(abs(one), abs(other))
 
 
 def _differing(target: ListedCheckpoint, scratch: RunDirectory, limit: float) -> list[TensorDifference]:
-    """Every tensor of the run's checkpoint, state by state, that is not what the scratch run has now."""
+    """Tensors of the run's checkpoint, state by state, that differ from the scratch run's."""
     theirs, ours = Checkpoint(target.place, target.step), Checkpoint(scratch.disk, target.step)
     found = []
     both = _held(theirs) & _held(ours)
@@ -187,7 +187,7 @@ def _differing(target: ListedCheckpoint, scratch: RunDirectory, limit: float) ->
 
 
 def _held(checkpoint: Checkpoint) -> set[tuple[str, str]]:
-    """The states that there are of each tensor, as large as the tensor."""
+    """(state, tensor) pairs of the checkpoint whose states have their tensor's shape."""
     shapes = checkpoint.manifest.shapes
     return {
         (one.state, one.tensor) for one in checkpoint.all_pieces() if len(one.size) == len(shapes[one.tensor])
@@ -215,7 +215,7 @@ def _owner(checkpoint: Checkpoint, state: str, name: str, index: tuple[int, ...]
 
 
 def _first(seen: list[RankFindings]) -> NotFinite | None:
-    """By kind, and of a kind in the order of the network, which is that in which a rank met them."""
+    """By kind and, within a kind, in network order, which is the order in which a rank reached them."""
     for what in ORDER:
         for rank in seen:
             for one in rank.not_finite:
@@ -225,7 +225,7 @@ def _first(seen: list[RankFindings]) -> NotFinite | None:
 
 
 def _worst_samples(seen: list[RankFindings]) -> list[SampleLoss]:
-    """Ranks that share a row have its loss alike, or a part of it each."""
+    """Merge ranks' losses: ranks that share a row report the same loss, or a part of it each."""
     rows: dict[int, list[SampleLoss]] = {}
     for rank in seen:
         for one in rank.samples:

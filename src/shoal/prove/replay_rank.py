@@ -1,4 +1,4 @@
-"""One rank's part of a replay: the steps again, with a look at what is not finite and at each sample's loss."""
+"""One rank's part of a replay: repeat the steps, recording non-finite values and each sample's loss."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from shoal.train.step import micro_batch
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A tensor with a value that is not finite."""
+    """A tensor with a non-finite value."""
 
-    what: str  # "weight", "output" (of a block) or "gradient", in the order in which a step meets them
+    what: str  # "weight", "output" (of a block) or "gradient", in the order in which a step reaches them
     name: str
     rank: int
 
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """One sequence of the step: its place in the global batch, which of all samples it is, nats a token."""
+    """One sequence of the step: its place in the global batch, its index among all samples, and its loss in nats per
+    token.
+    """
 
     row: int
     sample: int
@@ -39,7 +41,7 @@ class SampleLoss:
 
 @dataclass
 class RankFindings:
-    """What one rank saw of the step that was asked for."""
+    """One rank's findings about the requested step."""
 
     not_finite: list[NotFinite] = field(default_factory=list)
     samples: list[SampleLoss] = field(default_factory=list)
@@ -47,20 +49,20 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Which steps again, and where: a scratch run that has the state to begin with."""
+    """Which steps to repeat, and where: a scratch run that has the initial state."""
 
     job: Job
     run: Path
     dataset: Path
-    step: int  # that is looked at
-    last: int  # that is replayed
+    step: int  # the step to examine
+    last: int  # the last step to replay
 
 
 def run_replay_rank(rank: int, world: int, store: SignedStore | None, request: ReplayRequest) -> RankFindings:
-    """The real training, stopped after the last step that is wanted; its state is then committed in the scratch run."""
+    """Run the real training until the last requested step, whose state is then committed in the scratch run."""
     mesh = init_rank(request.job, rank, rank, store)
     training = Training(request.job, RunDirectory(request.run), request.dataset, mesh)
-    training.runs_ahead = False  # each step is read before the next: what follows is of one step
+    training.runs_ahead = False  # read each step before the next, so that findings belong to one step
     seen = RankFindings()
     watched = _Watch(training, seen, rank)
 
@@ -78,7 +80,7 @@ def run_replay_rank(rank: int, world: int, store: SignedStore | None, request: R
 
 
 class _Watch:
-    """Looks at weights before a step, at what blocks give in it, and at its gradients."""
+    """Examines weights before a step, the blocks' outputs during it, and its gradients."""
 
     def __init__(self, training: Training, seen: RankFindings, rank: int) -> None:
         self.training, self.seen, self.rank = training, seen, rank
@@ -124,9 +126,9 @@ class _Watch:
 
     @torch.no_grad()
     def _samples(self, step: int) -> list[SampleLoss]:
-        """Every row of this rank by itself, or with what it is compared with.
+        """Run every row of this rank separately, or together with the row it is compared with.
 
-        All ranks have as many, so they meet in every pass.
+        All ranks have equally many, so their collectives match.
         """
         program = self.training.program
         together = program.loader.samples.together

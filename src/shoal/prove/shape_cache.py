@@ -1,9 +1,9 @@
 """Cache what operators do to tensor shapes in a dry run, which repeats the same shapes over and over.
 
-torch remembers too, but looks at so much of every argument that finding what it remembers takes most of a dry run.
-Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or the
-one tensor that they write to; by the shapes of what they are given. What is not remembered yet, torch's kernels for
-shapes say, without the Python that torch puts around them.
+torch caches too, but inspects so much of every argument that the lookup takes most of a dry run. This cache covers only
+simple cases: operators whose results are new tensors, views of their first argument, or the one tensor they write to,
+keyed by the shapes of their arguments. On a miss torch's meta kernels are called directly, without the Python around
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Private, as all of torch that runs without data is (2.11 to 2.13).
+# Private, like everything in torch that runs without data (2.11 to 2.13).
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
@@ -40,15 +40,15 @@ class OutputShape(NamedTuple):
         return FakeTensor(mode, inner, CPU)
 
 
-# What an operator may do, and what came of it: one tensor or several. None: torch's to say. For all dry runs of this
-# process: the same shapes give the same in each.
+# An operator's cached result: one tensor or several. None: ask torch. Shared by all dry runs of this process, because
+# equal shapes give equal results.
 Made = OutputShape | list[OutputShape] | tuple[OutputShape, ...]
 _RULES: dict[Any, str | None] = {}
 _RESULTS: dict[Any, Made | None] = {}
 
 
 class ShapeCache:
-    """Carries out operators for a mode without data."""
+    """Runs operators for a fake-tensor mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -65,7 +65,7 @@ class ShapeCache:
             return func(*args, **kwargs)
         if key not in _RESULTS:
             if not isinstance(args[0] if args else None, torch.Tensor) or kwargs.get("device") is not None:
-                # What is made from nothing, or for a device, is made by torch's mode, which knows where.
+                # Tensors created from nothing, or for a device, are made by torch's mode, which knows the device.
                 result = func(*args, **kwargs)
                 ours = rule == "makes" and _is_ours(result)
                 _RESULTS[key] = _remembered(result, args) if ours else None
@@ -76,7 +76,7 @@ class ShapeCache:
             return func(*args, **kwargs)
         if rule != "makes":
             written = args[0] if rule == "writes" else kwargs["out"]
-            written.constant = None  # the number that it was made of, if it was
+            written.constant = None  # invalidate the number it was created from, if any
             return written
         with no_dispatch():
             first = args[0] if args else None
@@ -92,17 +92,17 @@ class ShapeCache:
             try:
                 result = func(*args, **kwargs)
             except NotImplementedError:
-                return None  # There is no such kernel; torch knows another way.
+                return None  # no meta kernel; torch falls back to something else
             if written is None:
                 return _remembered(result, args)
-            # One that had to be resized is not simple.
+            # A result that had to be resized is not a simple case.
             return _remembered(result, (written,)) if written.shape == shape else None
 
 
 def _rule(func: Any) -> str | None:
-    """Whether an operator makes something, or writes to its first argument or fills ``out`` and returns that.
+    """Whether an operator creates a tensor, writes to its first argument, or fills ``out`` and returns it.
 
-    There is no shape to find where a collective fills what it is given, or a profiler's mark is about no tensor.
+    Collectives that fill their arguments, and profiler marks without tensors, have no shape to compute.
     """
     schema = func._schema
     if func.namespace in ("c10d", "profiler"):
@@ -115,13 +115,13 @@ def _rule(func: Any) -> str | None:
     if sum(written) > 1 or len(schema.returns) != 1:
         return None
     if written[0]:
-        # One that changes the shape of what it is given is not simple.
+        # Operators that change their argument's shape are not a simple case.
         return "writes" if torch.Tag.inplace_view not in func.tags else None
     return "fills" if written[-1] and schema.arguments[-1].name == "out" else None
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """None where it depends on more than plain values and the shapes of tensors without data."""
+    """None if the result depends on more than plain values and shapes of tensors without data."""
     parts: list[Any] = [func]
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -134,7 +134,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return None
             parts.append(inside)
         else:
-            # 1 and True and 1.0 are the same key, but do not make the same.
+            # 1, True and 1.0 are equal as keys, but do not give equal results.
             parts.append((type(value), value))
     parts.extend(kwargs)
     return tuple(parts)
@@ -145,7 +145,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _remembered(result: Any, args: tuple[Any, ...]) -> Made | None:
-    """What to remember of a result: nothing where a tensor of it is no view, nor new and as large as its storage."""
+    """What to cache of a result: None if a tensor is neither a view nor new with a storage of its own size."""
     given = [_storage(one) for one in plain_tensors(args)]
     first = _storage(args[0]) if args and isinstance(args[0], torch.Tensor) else None
     made: list[OutputShape] = []

@@ -1,4 +1,4 @@
-"""Stacked bars next to each other on one scale, drawn as SVG, with a key and a table of the same numbers."""
+"""Stacked bars on a common scale, drawn as SVG, with a legend and a table of the same numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Kinds = Mapping[str, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Bar:
-    """``parts`` by name of a kind; ``total`` is said beside it, and may be more than their sum."""
+    """``parts`` by kind; ``total`` is printed beside the bar, and may exceed their sum."""
 
     name: str
     parts: Mapping[str, float]
@@ -52,7 +52,7 @@ class Bar:
 def stacked(
     bars: Sequence[Bar], kinds: Kinds, said: Callable[[float | None], str], limit: float | None = None
 ) -> Markup:
-    """``limit``: a line across, such as what a device has; where it is far away, it is only told."""
+    """``limit``: a line across, such as a device's memory; if it is far away, it is only mentioned."""
     longest = max((bar.length for bar in bars), default=0.0)
     near = limit is not None and limit <= 3 * longest
     scale = max(longest, limit if near and limit is not None else 0.0) or 1.0
@@ -104,7 +104,7 @@ def numbers_of(
     compared: tuple[int, int] | None = None,
     whole: str = "total",
 ) -> Markup:
-    """The same as a table. ``compared``: the places of a predicted and a measured bar, to be held together."""
+    """The same as a table. ``compared``: indices of a predicted and a measured bar to compare."""
     short = [bar.name.partition(",")[0] for bar in bars]
     names = short if len({*short}) == len(short) else [bar.name for bar in bars]
     titles = ["", *names, *(["error"] if compared else [])]

@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl as columns, and few of them that look like all when they are drawn."""
+"""The rows of metrics.jsonl as columns, and thinning them without changing how a curve looks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, TypeGuard
 
-# Stretches of steps that the experts' load is summed over: twice as many at most.
+# Stretches of steps that the experts' load is summed over; twice as many at most.
 STRETCHES = 48
-# The first steps of a process make states and load kernels; what is usual is told without them.
+# The first steps of a process create states and load kernels; typical values exclude them.
 WARM_UP = 3
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite one; JSON's true is none, although Python's is."""
+    """Whether it is a finite number; JSON's true is not, although it is one in Python."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -24,18 +24,18 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 class Columns:
-    """One list per field; None where a row has none, or one that is not finite."""
+    """One list per field; None where a row has no value, or a non-finite one."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.layouts: list[str | None] = []
         self.attempts: list[str | None] = []
         self.numbers: dict[str, list[float | None]] = {}
-        self.validation: dict[str, list[tuple[int, float]]] = {}  # of each set: place of the row, loss
+        self.validation: dict[str, list[tuple[int, float]]] = {}  # per set: (index of the row, loss)
         self.experts: list[
             tuple[int, int, list[float]]
         ] = []  # first and last step of a stretch, tokens per expert
-        self.compared: dict[str, Any] = {}  # what the first steps came to beside the plan
+        self.compared: dict[str, Any] = {}  # how the first steps compared with the plan
         self.in_order = True
         self.ended_early = False
         self._per_stretch = 1
@@ -45,7 +45,7 @@ class Columns:
         return len(self.steps)
 
     def add(self, row: Any) -> bool:
-        """Whether it was a row of a step."""
+        """Add a row; returns whether it belongs to a step."""
         if not isinstance(row, dict) or not is_number(row.get("step")):
             return False
         step, place = int(row["step"]), len(self.steps)
@@ -90,7 +90,7 @@ class Columns:
             self._per_stretch *= 2
 
     def sort(self) -> None:
-        """Each step once, in order: the last row of it counts."""
+        """Each step once, in order: its last row counts."""
         self.in_order = True
         places = sorted({step: place for place, step in enumerate(self.steps)}.items())
         kept = [place for _, place in places]
@@ -110,11 +110,11 @@ class Columns:
         return column if len(column) == total else [*column, *[None] * (total - len(column))]
 
     def column(self, name: str) -> list[float | None]:
-        """As long as there are rows."""
+        """One entry per row."""
         return self._whole(name)
 
     def values(self, name: str) -> list[float]:
-        """Those that there are."""
+        """Existing values only."""
         return [value for value in self.numbers.get(name, ()) if value is not None]
 
     def usual(self, name: str) -> float | None:
@@ -127,7 +127,7 @@ class Columns:
         return found[-1] if found else None
 
     def hours(self) -> list[float]:
-        """Of steps, from the first row on: evaluations, commits and restarts are not in it."""
+        """Cumulative hours of steps, from the first row on: evaluations, commits and restarts are not included."""
         total, found = 0.0, []
         for seconds in self.column("step_s"):
             total += seconds or 0.0
@@ -142,8 +142,8 @@ def _merged(pair: Sequence[tuple[int, int, list[float]]]) -> tuple[int, int, lis
 
 
 def thinned(column: Sequence[float | None], buckets: int, always: Iterable[int] = ()) -> list[int]:
-    """Places whose values look like all of them at so many pixels: of each bucket its least and its greatest, the
-    first and the last of all, and those that have to stay. A spike of one step in a million is one of them.
+    """Indices whose values look like the whole column at this resolution: the minimum and maximum of each bucket,
+    the first and last of all, and those in ``always``. A spike of one step in a million is kept.
     """
     total = len(column)
     if total <= 2 * buckets:
@@ -167,7 +167,7 @@ def thinned(column: Sequence[float | None], buckets: int, always: Iterable[int] 
 
 
 def medians(column: Sequence[float | None], buckets: int) -> list[int]:
-    """Of each bucket the place of its middle value: a row of its own, whose curve shows where most of them lie."""
+    """For each bucket the index of its median value: a real row, so the curve shows where most values lie."""
     total, kept = len(column), []
     for bucket in range(buckets):
         places = range(bucket * total // buckets, (bucket + 1) * total // buckets)

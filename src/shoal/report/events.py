@@ -1,4 +1,4 @@
-"""What happened to a run, as marks on its curves and as rows of a table: faults, restarts, changes of layout."""
+"""Events of a run, as marks on its curves and as rows of a table: faults, restarts, changes of layout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shoal.report.columns import is_number
 from shoal.report.run_files import RunFiles
 
 FAULT, RESTART, LAYOUT, NOTE = "fault", "restart", "layout", "note"
-# Kinds of faults.jsonl that undid nothing and stopped nothing.
+# Kinds in faults.jsonl that undid and stopped nothing.
 NOTES = ("straggler", "spike", "compile", "commit", "staging", "tampering")
-# Of a text in a table, and of one on a curve.
+# The longest text in a table, and on a curve.
 LONGEST, LONGEST_MARK = 600, 140
 
 
 @dataclass(frozen=True)
 class RunEvent:
-    """``step``: that it came after, or in which it happened."""
+    """``step``: the step it followed, or happened in."""
 
     kind: str
     what: str  # in a word or two
@@ -38,7 +38,7 @@ class RunEvent:
 
 
 def events(run: RunFiles) -> list[RunEvent]:
-    """In the order in which they happened; those of which no time is known stand before the next later step."""
+    """In chronological order; events without a known time come before the next later step."""
     found = sorted(map(_fault, run.faults), key=lambda one: one.time or 0.0)
     for change in _changes(run):
         after = (place for place, one in enumerate(found) if one.step > change.step)
@@ -65,7 +65,7 @@ def _step(value: Any) -> int:
 
 
 def _changes(run: RunFiles) -> list[RunEvent]:
-    """Where rows name another layout, or were written by another attempt, than the row before."""
+    """Rows whose layout or attempt differs from the row before."""
     rows, found = run.metrics, []
     restarted = {event.step for event in map(_fault, run.faults) if event.kind == RESTART}
     for place in range(1, len(rows)):
@@ -79,7 +79,7 @@ def _changes(run: RunFiles) -> list[RunEvent]:
 
 
 def marks(run: RunFiles, found: list[RunEvent], most: int = 400) -> list[dict[str, Any]]:
-    """On curves; x in every unit that they may be drawn over. Of very many the gravest stay."""
+    """Marks on curves, with x in every unit that curves may use. If there are very many, the gravest are kept."""
     rows = run.metrics
     if not rows.steps:
         return []

@@ -1,4 +1,4 @@
-"""A field of cells, darker where there is more: experts over time, memory over ranks."""
+"""A heat map: experts over time, memory over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 from shoal.report.markup import Markup
 
-# Shades; a cell that differs from another by less looks the same.
+# Number of shades; cells that differ by less look the same.
 SHADES = 12
 
 
@@ -19,8 +19,8 @@ def heat(
     label: str,
     darkest: float = 0.0,
 ) -> Markup:
-    """``rows`` top to bottom, from 0 to their greatest; a name beside some of them, and the first and last column's
-    beneath. ``darkest``: a value that the darkest shade is for, where none is greater.
+    """``rows`` from top to bottom, from 0 to their maximum; labels beside some of them, and below the first and last
+    column. ``darkest``: the value for the darkest shade, unless a larger one exists.
     """
     most = max((value for row in rows for value in row if value is not None), default=0.0)
     most = max(most, darkest) or 1.0
@@ -36,7 +36,7 @@ def heat(
         top = 4 + number * tall
         if number % every == 0:
             parts.append(f'<text x="0" y="{top + tall / 2 + 4:.0f}">{escape(names[number])}</text>')
-        # Neighbours of one shade are one rectangle: a picture of thousands of cells stays small.
+        # Neighbours of one shade are merged into one rectangle: a picture of thousands of cells stays small.
         begin = 0
         shades = [_shade(value, most) for value in row]
         for place in range(1, len(row) + 1):

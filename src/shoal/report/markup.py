@@ -1,4 +1,4 @@
-"""The parts that pages are made of: sections, figures with their sources, tables, tiles. Every text is escaped here."""
+"""Building blocks of pages: sections, figures with their sources, tables, tiles. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Markup may be given where a text may: it is marked as such by its type.
+# Markup is accepted wherever text is: its type marks it as escaped.
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ def joined(parts: Iterable[str]) -> Markup:
 
 
 def section(title: str, *parts: str, note: str = "") -> Markup:
-    """A titled part of a page; nothing where it has no content."""
+    """A titled part of a page; empty if it has no content."""
     content = joined(part for part in parts if part)
     if not content:
         return Markup("")
@@ -45,7 +45,7 @@ def navigation(sections: Iterable[str]) -> Markup:
 
 
 def figure(content: str, title: str, sources: Sequence[str], text: str = "", wide: bool = False) -> Markup:
-    """A picture with its caption. ``sources`` name what it was drawn from, as in ``metrics.jsonl: loss, lr``."""
+    """A picture with its caption. ``sources`` name the data it shows, as in ``metrics.jsonl: loss, lr``."""
     said = f" {shown(text)}" if text else ""
     from_ = " · ".join(f"<code>{escape(one)}</code>" for one in sources)
     return Markup(
@@ -63,14 +63,14 @@ def chart(name: str, label: str) -> Markup:
 
 
 def grid(*parts: str) -> Markup:
-    """Cards next to each other where there is room."""
+    """Cards side by side where there is room."""
     content = joined(part for part in parts if part)
     return Markup(f'<div class="grid">{content}</div>' if content else "")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that stands for itself. ``source`` names what it was read from, as a figure's do."""
+    """A single number. ``source`` names where it was read from, as for a figure."""
 
     name: str
     value: str
@@ -92,7 +92,7 @@ def tiles(numbers: Iterable[Tile]) -> Markup:
 def table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), style: str = ""
 ) -> Markup:
-    """``numbers``: the columns that are aligned to the right. It scrolls by itself where a screen is narrow."""
+    """``numbers``: the right-aligned columns. Scrolls by itself on a narrow screen."""
     right = set(numbers)
 
     def cells(row: Sequence[str], tag: str) -> str:
@@ -120,7 +120,7 @@ def folded(title: str, content: str, opened: bool = False) -> Markup:
 
 
 def code(text: str, copy: bool = False) -> Markup:
-    """Text as it is; with ``copy``, a button that takes it."""
+    """Preformatted text; with ``copy``, a copy button."""
     button = '<button type="button" class="copy" hidden>copy</button>' if copy else ""
     return Markup(f'<div class="code">{button}<pre><code>{escape(text)}</code></pre></div>')
 
@@ -130,7 +130,7 @@ def chip(text: str, kind: str = "") -> Markup:
 
 
 def empty(text: str) -> Markup:
-    """Said where a figure would be that the run has nothing for."""
+    """Shown in place of a figure that the run has no data for."""
     return Markup(f'<p class="empty">{shown(text)}</p>')
 
 

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def size(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """How many, in three digits: ``1.23M``."""
+    """A count, in three digits: ``1.23M``."""
     if value is None:
         return "–"
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -53,7 +53,7 @@ def duration(value: float | None) -> str:
 
 
 def moment(text: str) -> str:
-    """A time stamp to the minute: ``2026-11-18T15:00:00Z`` is ``2026-11-18 15:00 UTC``; any other text as it is."""
+    """A time stamp to the minute: ``2026-11-18T15:00:00Z`` is ``2026-11-18 15:00 UTC``; any other text is unchanged."""
     found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(?::\d\d)?(?:\.\d+)?Z", text)
     return f"{found[1]} {found[2]} UTC" if found else text[:40]
 
@@ -65,7 +65,7 @@ def percent(value: float | None) -> str:
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """Predicted over measured, less one; nothing where there is nothing to compare."""
+    """Predicted over measured, minus one; empty if either is missing."""
     if not predicted or not measured:
         return "–"
     said = f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: styles, scripts and data inside, nothing fetched. The only home of escaping."""
+"""One self-contained HTML page: styles, scripts and data inside, nothing fetched. All page-level escaping is here."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def page(
     scripts: Sequence[str] = CHARTS,
     connects: bool = False,
 ) -> str:
-    """``body`` is markup whose texts are escaped already; ``scripts`` are files of ours, told what to do by ``data``.
+    """``body`` is markup whose texts are escaped already; ``scripts`` are our own files, which read ``data``.
 
-    The policy names each script by its hash, so that a browser runs these and no other, whatever a log line holds.
-    ``connects``: the page asks the server that it came from for news.
+    The content security policy names each script by its hash, so that a browser runs only these, whatever a log line
+    contains. ``connects``: the page may poll the server it came from.
     """
     texts = [asset(name) for name in scripts]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in texts)
@@ -57,13 +57,13 @@ def page(
 
 
 def embedded(value: Any) -> str:
-    """JSON that ends no script and begins no tag, whatever it holds."""
+    """JSON that cannot end a script or begin a tag, whatever it contains."""
     text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,7 @@
-"""What a run directory holds, read as it is: being written, torn, of another version, or by a stranger. Needs no torch.
+"""Read what a run directory contains, as it is: half written, torn, from another version, or by a stranger. Needs no
+torch.
 
-Nothing is refused for what it lacks; what cannot be read is named in ``notes``.
+Missing content is never refused; what cannot be read is named in ``notes``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.report.columns import Columns, is_number
 
-# Rows of a file of events or samples that are kept; and letters of a text.
+# The most rows to keep of a file of events or samples; and characters of a text.
 MOST_ROWS = 20_000
 LONGEST_LINE = 1 << 20
-# Of a launcher on another machine, whose process cannot be looked for: a run that wrote no row for so long is over.
+# For a launcher on another machine, whose process cannot be checked: a run without new rows for this long counts as
+# over.
 QUIET_SECONDS = 900.0
 SIGNS = ("config.toml", "metrics.jsonl", "manifest.json", "plan.json", ".lock")
 
@@ -34,7 +36,7 @@ RUNNING, FINISHED, EARLY, FAILED, LOST, STOPPED, STARTING = (
 
 @dataclass
 class RunFiles:
-    """One run. A file that is missing or broken is empty here."""
+    """One run. A missing or broken file is empty here."""
 
     path: Path
     metrics: Columns
@@ -46,7 +48,7 @@ class RunFiles:
     config: dict[str, Any]
     config_text: str
     observed: list[dict[str, Any]]  # by rank
-    alive: dict[str, Any]  # what a launcher that has not ended left there
+    alive: dict[str, Any]  # left by a launcher that has not ended
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -55,7 +57,7 @@ class RunFiles:
 
     @cached_property
     def steps(self) -> int | None:
-        """How many it is to have."""
+        """The number of steps it should have."""
         found = lookup(self.config, "recipe", "steps")
         return int(found) if is_number(found) else None
 
@@ -65,7 +67,7 @@ class RunFiles:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The last that it ran in; None where that is not known, or is none that this version knows."""
+        """The last layout; None if it is unknown, or not valid in this version."""
         for text in (
             *reversed(self.metrics.layouts[-1:]),
             self.plan.get("layout"),
@@ -85,7 +87,7 @@ class RunFiles:
 
     @cached_property
     def state(self) -> str:
-        """How it stands, by what the directory says."""
+        """The run's state, according to its directory."""
         if self.alive:
             return RUNNING if self._lives() else LOST
         if not self.metrics.steps:
@@ -97,7 +99,9 @@ class RunFiles:
         return FAILED if self.faults and self.faults[-1].get("action") == "giving up" else STOPPED
 
     def _lives(self) -> bool:
-        """Whether the launcher of ``.alive`` still runs: here its process says so, elsewhere new rows do."""
+        """Whether the launcher in ``.alive`` still runs: judged by its process on this machine, by new rows
+        elsewhere.
+        """
         process, host = self.alive.get("process"), lookup(self.manifest, "host", "name")
         if isinstance(process, int) and host == socket.gethostname():
             return process > 0 and Path(f"/proc/{process}").exists()
@@ -109,14 +113,14 @@ class RunFiles:
 
 
 def lookup(tree: Any, *keys: str) -> Any:
-    """A value of nested tables; None where any of them is missing or is no table."""
+    """A value of nested tables; None if any level is missing or not a table."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def read_run(path: Path, metrics: Columns | None = None) -> RunFiles:
-    """BadInput where there is no run; otherwise whatever there is of it. ``metrics``: rows that are read already."""
+    """Raises BadInput if there is no run; otherwise reads whatever exists. ``metrics``: rows that were read already."""
     if not path.exists():
         raise BadInput(f"there is no run at {path}", "the directory of a run, such as runs/tiny")
     if not path.is_dir():
@@ -195,14 +199,14 @@ def _few(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[Any]:
-    """Every line's value; None for one that a crash, a full disk or a run that still writes has torn."""
+    """Every line's value; None for a line torn by a crash, a full disk or a write in progress."""
     if not path.is_file():
         return
     try:
         with path.open("rb") as file:
             while line := file.readline(LONGEST_LINE):
                 if not line.endswith(b"\n") and file.tell() == os.fstat(file.fileno()).st_size:
-                    return  # the last one is being written
+                    return  # the last one is still being written
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError):

@@ -19,7 +19,7 @@ LETTER = 6.6
 
 
 def drawn(timeline: Timeline) -> Markup:
-    """It scrolls by itself where a screen is too narrow for it."""
+    """Scrolls by itself on a narrow screen."""
     scale = (WIDTH - LEFT) / timeline.end if timeline.end else 0.0
     height = len(timeline.ranks) * (ROW + GAP)
     parts = []
@@ -30,7 +30,7 @@ def drawn(timeline: Timeline) -> Markup:
         parts.append(f'<rect class="f0" x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{ROW}" rx="2"/>')
         parts += [_box(event, top, scale, event.instruction.stage != first_stage) for event in row]
     label = f"Pipeline of {len(timeline.ranks)} stages, {bubble(timeline):.1%} idle"
-    # As wide as there is room for, but not so narrow that the numbers could not be read.
+    # As wide as there is room for, but never so narrow that the numbers become unreadable.
     picture = (
         f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" style="width:100%;min-width:860px" role="img"'
         f' aria-label="{escape(label)}">{"".join(parts)}</svg></div>'

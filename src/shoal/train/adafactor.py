@@ -1,8 +1,8 @@
-"""Adafactor: of a matrix it keeps the means of its squared gradient over each row and over each column, and no moment.
+"""Adafactor: keeps the row and column means of a matrix's squared gradient, and no momentum.
 
-Both means, and the sizes of a matrix and of its update by which it measures its steps, are of the whole matrix in every
-layout: the ranks that hold parts of it add up what they see of it, all matrices in one small message. As torch's
-``Adafactor``, which knows no shards; every expert's matrix is one by itself.
+Both means, and the sizes of a matrix and its update that scale its steps, are of the whole matrix in every layout: the
+ranks that hold parts of it sum their contributions, all matrices in one small message. Like torch's ``Adafactor``,
+which knows no shards; each expert's matrix counts by itself.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.train.factors import empty_state
 from shoal.train.steered import SteeredOptimizer, wide
 
-# With the number of updates t, the newest gradient has the share t^DECAY in the means.
+# In update number t, the newest gradient has weight t^DECAY in the means.
 DECAY = -0.8
-# A matrix is taken to be at least so large; an update of more than this is scaled down to it.
+# The least size assumed of a matrix; and the largest update, to which larger ones are scaled down.
 SMALLEST, LARGEST_UPDATE = 1e-3, 1.0
 
 
 class MatrixShare(NamedTuple):
-    """What this rank updates of a matrix, and where its sums are among those of all."""
+    """This rank's part of a matrix, and where its sums are among all matrices' sums."""
 
     matrix: Matrix
     piece: Shard
     part: MatrixPart
-    number: int  # of the matrix
-    sums: int  # where its sums begin: over rows, over columns, of the weights; of a vector the last alone
+    number: int  # index of the matrix
+    sums: int  # where its sums begin: rows, columns, then weights; vectors only have the last
 
     @property
     def where(self) -> slice:
@@ -43,13 +43,13 @@ class MatrixShare(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Of the matrix, among those that the piece has states of."""
+        """The matrix's index among those whose states the piece has."""
         if self.matrix.number is None:
             return 0
         return self.matrix.number - self.piece.box.offset[0] - self.piece.matrices.start
 
     def boxes(self) -> Iterator[tuple[slice, slice, slice, tuple[int, ...]]]:
-        """Rows and columns of the matrix, the elements of the part that these are, and their shape."""
+        """Rows and columns of the matrix, the elements of the part that they cover, and their shape."""
         begin = 0
         for offset, shape in range_boxes(self.part.shape, self.part.start, self.part.stop):
             row, column = (a + b for a, b in zip(self.part.offset, offset, strict=True))
@@ -70,7 +70,7 @@ class Adafactor(SteeredOptimizer):
         self.options = {weight: group for group in self.param_groups for weight in group["params"]}
         matrices = whole.matrices(lambda name, dimensions: True, all_experts=True)
         self.count, self.parts, self.length = len(matrices), list[MatrixShare](), 0
-        # Of a tied embedding, where its sums and its size are.
+        # Where a tied embedding's sums and size are.
         self.embedding_sums, self.embedding_sizes = list[slice](), list[slice]()
         for number, matrix in enumerate(matrices):
             if matrix.name == EMBEDDING:
@@ -97,7 +97,7 @@ class Adafactor(SteeredOptimizer):
             self._move(part, sums, sizes, done)
 
     def _updates(self) -> Tensor:
-        """How many there will have been: one tensor for all weights."""
+        """The number of updates including this one: one tensor for all weights."""
         states = [self.state[part.piece.tensor] for part in self.parts]
         if not states:
             return torch.ones((), device=self.whole.device)
@@ -113,7 +113,7 @@ class Adafactor(SteeredOptimizer):
         return torch.zeros(length, dtype=dtype, device=self.whole.device)
 
     def _seen(self) -> Tensor:
-        """Of every matrix, what this rank has of it: squared gradients over rows and columns, and squared weights."""
+        """This rank's sums for every matrix: squared gradients over rows and columns, and squared weights."""
         sums = self._room(self.length)
         for part in self.parts:
             if not self.whole.speaks(part.piece):
@@ -132,7 +132,7 @@ class Adafactor(SteeredOptimizer):
         return sums
 
     def _follow(self, part: MatrixShare, sums: Tensor, done: Tensor) -> None:
-        """The means follow the gradient."""
+        """Move the means towards the new gradient's."""
         state, share = self.state[part.piece.tensor], done.pow(DECAY)
         if len(part.matrix.shape) == 1:
             kept = state[UNFACTORED].view(-1)[part.where]
@@ -146,7 +146,7 @@ class Adafactor(SteeredOptimizer):
             self.settle(kept, torch.lerp(wide(kept), mean, share.to(mean.dtype)))
 
     def _update(self, part: MatrixShare) -> Tensor:
-        """Of the weights of a part, before it is scaled."""
+        """The update of a part's weights, before scaling."""
         weight, state = part.piece.tensor, self.state[part.piece.tensor]
         smallest = torch.finfo(weight.dtype).eps
         gradient = self.gradient(weight, part.where)
@@ -162,7 +162,7 @@ class Adafactor(SteeredOptimizer):
         return update
 
     def _sizes(self) -> Tensor:
-        """Of every matrix, the squares of this rank's part of the update."""
+        """For every matrix, the sum of squares of this rank's part of the update."""
         sums = self._room(self.count)
         for part in self.parts:
             if self.whole.speaks(part.piece):
@@ -183,7 +183,7 @@ class Adafactor(SteeredOptimizer):
 
 
 def _views(sums: Tensor, part: MatrixShare) -> tuple[Tensor, Tensor]:
-    """A matrix's sums over rows and columns."""
+    """A matrix's sums over rows and over columns."""
     rows, columns = part.matrix.shape
     begin = part.sums
     return sums[begin : begin + rows], sums[begin + rows : begin + rows + columns]

@@ -1,11 +1,11 @@
-"""AdamW: torch's fused one on a CPU; on a GPU a kernel of our own (``train/adamw_kernel.py``).
+"""AdamW: torch's fused implementation on a CPU, a Triton kernel (``train/adamw_kernel.py``) on a GPU.
 
-States that are rounded stochastically (``train/rounding.py``) are updated in fp32, a few elements at a time: in torch's
+States that are rounded stochastically (``train/rounding.py``) are updated in fp32, a few elements at a time: with torch
 operators on a CPU, in the same kernel on a GPU.
 
-On an H200, 1.2B parameters: torch's update and the copy take 13.9 ms with fp32 states, this 9.3, and 8.8 from bf16
-gradients, which torch's would have to be widened for first; with bf16 states 7.6 and 4.7
-(``benchmarks/results/optimizer.jsonl``). Memory could do it in 7.2 and 3.6.
+On an H200 with 1.2B parameters, torch's update plus the copy takes 13.9 ms with fp32 states; this one takes 9.3, and
+8.8 from bf16 gradients, which torch would have to widen first; with bf16 states it takes 7.6 and 4.7
+(``benchmarks/results/optimizer.jsonl``). Memory bandwidth would allow 7.2 and 3.6.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shoal.train import adamw_kernel
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 from shoal.train.steered import with_gradients
 
-# Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first one,
-# gradients in the weight's precision, and the scale that these are divided by.
+# Updates some elements of a weight in place. Arguments: its states by name, including ``weight``; the index of the
+# first element; gradients in the weight's dtype; and the scale that divides them.
 HostPart = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
 
 
 class AdamW(torch.optim.AdamW):
-    """``working``: by weight, the narrower copy that a network reads, which follows it in the same pass.
+    """``working``: for each weight, the narrower copy that the network reads, written in the same pass.
 
-    ``away``: weights of the host's, which have no gradient here and are updated by ``on_host``. ``rounding``: of
-    weights and moments in bf16, if not to nearest.
+    ``away``: weights on the host, which have no gradient here and are updated by ``on_host``. ``rounding``: how bf16
+    weights and moments are rounded, if not to nearest.
     """
 
     found_inf: Tensor
@@ -46,12 +46,13 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.working, self.rounding = working or {}, rounding
-        # Whether ``step`` does. Torch's does not, and has all there is on a CPU and for fp64.
+        # Weights updated by ``step``. With the kernel it writes their copies too; torch's does not, and is used on a
+        # CPU and for fp64.
         self._here = [
             weight for group in self.param_groups for weight in group["params"] if weight not in away
         ]
         if rounding is not None:
-            # Torch's own does without, where they have not been set.
+            # Torch's own update handles these where they are unset.
             self.found_inf, self.grad_scale = torch.zeros(()), None
         self.writes_copies = all(map(_in_kernel, self._here))
 
@@ -67,7 +68,7 @@ class AdamW(torch.optim.AdamW):
             super().step(closure)
 
     def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostPart:
-        """Count an update of a weight of the host's, and give what does it."""
+        """Count an update of a weight on the host, and return the function that does it."""
         state = self.started(weight)
         noise = None if self.rounding is None else self.rounding.noise(weight)
         before = state["step"].clone()
@@ -90,7 +91,7 @@ class AdamW(torch.optim.AdamW):
         return update
 
     def start(self) -> None:
-        """Make the states now. In the first update torch would make them, unless it finds that anything is kept."""
+        """Create the states now. Otherwise torch would create them in the first update, unless it finds any state."""
         for group in self.param_groups:
             for weight in group["params"]:
                 self.started(weight)
@@ -119,7 +120,7 @@ class AdamW(torch.optim.AdamW):
             )
 
     def _count(self) -> Tensor:
-        """How many updates there were: one tensor for all weights, where torch has one for each."""
+        """The number of updates: one tensor for all weights, where torch has one for each."""
         every = [self.started(weight) for weight in self._here]
         shared: Tensor = every[0]["step"] if every else torch.zeros(())
         for state in every:
@@ -127,7 +128,7 @@ class AdamW(torch.optim.AdamW):
         return shared
 
     def _numbers(self, weight: Tensor) -> list[int]:
-        """What the kernel has to know of a weight's noise; nothing where it rounds to nearest."""
+        """What the kernel needs to draw a weight's noise; empty when rounding to nearest."""
         if self.rounding is None:
             return []
         noise = self.rounding.noise(weight)
@@ -154,7 +155,7 @@ class AdamW(torch.optim.AdamW):
             )
 
     def _step_one_by_one(self) -> None:
-        """Torch's own takes no gradient that is narrower than its weight: widened, for one weight at a time."""
+        """Update one weight at a time with a widened gradient: torch's takes none narrower than its weight."""
         for weight, group in with_gradients(self):
             state, gradient = self.started(weight), weight.grad.to(weight.dtype)
             self._fused(
@@ -178,7 +179,7 @@ class AdamW(torch.optim.AdamW):
         group: dict[str, Any],
         **steered: Any,
     ) -> None:
-        """Torch's own, of one weight."""
+        """Torch's fused update of one weight."""
         adamw(
             [weight],
             [gradient],
@@ -198,7 +199,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def started(self, weight: Tensor) -> dict[str, Any]:
-        """A weight's states; zeros, as torch's own begins with, where it has none."""
+        """A weight's states; initially zeros, as in torch."""
         state: dict[str, Any] = self.state[weight]
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), device=weight.device)
@@ -208,7 +209,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def corrections_of(group: dict[str, Any], updates: Tensor) -> Tensor:
-    """Of the means, and the root of that of the squares."""
+    """Bias corrections: of the means, and the root of that of the squares."""
     counted = updates.double()
     beta1, beta2 = group["betas"]
     return torch.stack([1 - beta1**counted, (1 - beta2**counted).sqrt()]).float()
@@ -225,7 +226,7 @@ def _rounded(
     group: dict[str, Any],
     noise: Noise,
 ) -> None:
-    """As the kernel, in torch's operators."""
+    """The kernel's computation in torch operators."""
     for part in parts(weight.numel()):
         here = weight[part], gradient[part], mean[part], square[part]
         _rounded_part(*here, corrections, scale, refused, group, noise.after(part.start))
@@ -242,10 +243,10 @@ def _rounded_part(
     group: dict[str, Any],
     noise: Noise,
 ) -> None:
-    """Of few elements, what is computed on the way is small: ``facts.optimizers.ROUNDED_BYTES`` of each.
+    """Update a few elements, so that temporaries stay small: ``facts.optimizers.ROUNDED_BYTES`` per element.
 
-    Sums and products by themselves: an operator that does both rounds once where it is vectorised and twice in the rest
-    of a vector, and where that is depends on how a layout cuts a weight.
+    Adds and multiplies are separate operators: a fused one rounds once in vectorised code and twice in the remainder of
+    a vector, and where the remainder begins depends on how a layout cuts the weight.
     """
     (beta1, beta2), lr = group["betas"], group["lr"]
     drawn = noise.drawn(weight.numel(), weight.device)

@@ -1,7 +1,7 @@
-"""AdamW's kernel for GPUs: clips, updates and writes the network's copies, of many weights in one launch.
+"""AdamW's kernel for GPUs: clips, updates and writes the network's working copies of many weights in one launch.
 
-A launch for each weight would keep the host busy for longer than a small step takes: 40 µs each, and a deep network has
-hundreds. So the kernel is given a table of addresses, and each of its programs looks up which weight it is for.
+One launch per weight would keep the host busy for longer than a small step takes: 40 µs each, and a deep network has
+hundreds. So the kernel takes a table of addresses, and each program looks up its weight.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
 
-# Elements of a program, and its warps: the best of ten that were measured.
+# Elements per program, and its warps: the best of ten measured settings.
 CHUNK, WARPS = 1024, 4
-# Numbers of a weight's noise (``AdamW._numbers``), the last of which says whether it is contiguous.
+# Numbers per weight that describe its noise (``AdamW._numbers``); the last says whether it is contiguous.
 NOISE = 8
-# What vector instructions want of addresses, in bytes, and of sizes, in elements.
+# Alignment that vector instructions need: of addresses in bytes, of sizes in elements.
 EVEN = 16
 
-# Weights, their gradients, means and squares, and the copies that a network reads.
+# Weights, their gradients, means and squares, and the working copies that the network reads.
 States = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 Measured = tuple[Tensor, Tensor, Tensor]
 Update = Callable[[States, Measured, tuple[float, ...], Sequence[int]], None]
 
 _LIBRARY = torch.library.Library("shoal", "FRAGMENT")
-# Defined by hand: of ``torch.library.custom_op`` every call checks what may be an alias of what, which takes the host
-# 28 ms for the 388 weights of a GPT-2 XL of 24 layers, and the kernels 4.
+# Defined by hand: ``torch.library.custom_op`` checks aliasing on every call, which takes the host 28 ms for the 388
+# weights of a GPT-2 XL of 24 layers; the kernels take 4.
 _LIBRARY.define(
     "adamw_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] means, Tensor(c!)[] squares, "
     "Tensor(d!)[] working, Tensor corrections, Tensor scale, Tensor refused, int[] noise, float lr, float beta1, "
@@ -56,7 +56,7 @@ def _adamw_(
 ) -> None:
     update = kernel()
     assert update is not None
-    # Differences in double precision, before the kernel has them in single.
+    # Differences computed in fp64, before the kernel receives them in fp32.
     settings = lr, 1 - beta1, beta2, 1 - beta2, eps, lr * decay
     update((weights, gradients, means, squares, working), (corrections, scale, refused), settings, noise)
 
@@ -71,23 +71,23 @@ def _nothing(*arguments: Any) -> None: ...
 def adamw_(states: States, measured: Measured, noise: list[int], group: dict[str, Any]) -> None:
     """Update weights with the options of their group.
 
-    ``measured``: corrections of the means and the root of that of the squares; what gradients are divided by; 1 where
-    nothing may change. Copies: a weight itself where it has none. ``noise``: by weight, as many numbers as
-    ``AdamW._numbers`` has, where states are rounded stochastically.
+    ``measured``: the bias corrections of the means and the root of that of the squares; the divisor of gradients; and a
+    flag that is 1 if nothing may change. A weight without a copy stands in for it. ``noise``: per weight the numbers of
+    ``AdamW._numbers``, if states are rounded stochastically.
 
-    An operator, so that a dry run and a memory tracker see it.
+    A custom operator, so that a dry run and a memory tracker see it.
     """
     options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     torch.ops.shoal.adamw_(*map(list, states), *measured, noise, *options)
 
 
 def kernel() -> Update | None:
-    """None where there is no Triton: torch's own update then does."""
+    """The kernel; None without Triton, where torch's own update is used."""
     return in_triton(_compiled)
 
 
 class Alike(NamedTuple):
-    """What one launch has to know of all its weights when it is compiled."""
+    """What all weights of one launch have in common; known at compile time."""
 
     dtypes: tuple[torch.dtype, ...]
     copied: bool
@@ -96,7 +96,7 @@ class Alike(NamedTuple):
 
 
 def table(states: States, noise: Sequence[int]) -> dict[Alike, list[list[int]]]:
-    """By launch, a row for each of its weights: five addresses, its size, its first chunk, its noise."""
+    """For each launch one row per weight: five addresses, size, first chunk, noise."""
     found: dict[Alike, list[list[int]]] = {}
     chunks: dict[Alike, int] = {}
     numbers = len(noise) // max(1, len(states[0]))
@@ -118,13 +118,13 @@ def table(states: States, noise: Sequence[int]) -> dict[Alike, list[list[int]]]:
 
 @lru_cache(16)
 def _owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """By chunk, the row of the weight that it is of."""
+    """For each chunk, the row of its weight."""
     counts = torch.tensor([-(-size // CHUNK) for size in sizes])
     return torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts).to(device)
 
 
 def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
+    """Copy numbers to the device without synchronising."""
     here = torch.tensor(numbers)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
@@ -134,7 +134,7 @@ def _compiled(triton: Any, tl: Any) -> Update:
     def update_chunk(
         rows,
         owners,
-        # Of each kind one tensor, whose type is that of all.
+        # One tensor of each kind, whose dtype all the others share.
         weights,
         gradients,
         means,
@@ -187,7 +187,7 @@ def _compiled(triton: Any, tl: Any) -> Update:
             root = tl.sqrt_rn(square) / tl.load(corrections + 1) + eps
             weight -= lr / tl.load(corrections) * (mean / root)
             if rounds:
-                # ``models.random.bits`` of an element's index in the parameter, and ``train.rounding.round_``.
+                # ``models.random.bits`` of an element's index in the parameter, then ``train.rounding.round_``.
                 key = tl.load(row + 7)
                 index = at + tl.load(row + 8)
                 if not contiguous:

@@ -1,6 +1,7 @@
-"""An exponential average of the weights (``recipe.ema``), kept beside the optimizer's states and sharded like them.
+"""An exponential moving average of the weights (``recipe.ema``), kept beside the optimizer's states and sharded like
+them.
 
-It follows every update that was not refused, element by element: the same in every layout.
+It follows every update that was not refused, element by element, so it is the same in every layout.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from shoal.train.steered import wide
 
 
 class Follows(Protocol):
-    """The network's weights, which follow what is updated."""
+    """The network's weights, which follow the updated pieces."""
 
     def after_update(self) -> None: ...
 
 
 class WeightAverage:
-    """At least as wide as fp32: in bf16 the small steps of an average would all be rounded away."""
+    """At least fp32: in bf16 all small steps of an average would be rounded away."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: list[Shard], decay: float) -> None:
         self.optimizer, self.pieces, self.decay = optimizer, pieces, decay
@@ -33,7 +34,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def start(self) -> None:
-        """From the weights that a run begins with."""
+        """Start from the weights that a run begins with."""
         if isinstance(self.optimizer, AdamW):
             self.optimizer.start()
         for piece in self.pieces:
@@ -41,7 +42,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self, refused: Tensor) -> None:
-        """The weights have new values, unless the update was refused."""
+        """Move towards the new weights, unless the update was refused."""
         for piece in self.pieces:
             average = self._of(piece)
             share = (~refused).to(average.dtype) * (1 - self.decay)
@@ -49,7 +50,7 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self, placed: Follows) -> Iterator[None]:
-        """Inside, the network has the average for its weights."""
+        """Inside the context, the network uses the average as its weights."""
         kept = [piece.tensor.detach().clone() for piece in self.pieces]
         self._give(placed, [self._of(piece) for piece in self.pieces])
         try:

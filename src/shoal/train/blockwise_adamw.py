@@ -1,8 +1,8 @@
-"""AdamW with moments in 8 bits, block by block, and weights in bf16 (``recipe.states = "int8"``).
+"""AdamW with block-wise 8-bit moments and bf16 weights (``recipe.states = "int8"``).
 
-An update is computed in fp32 from decoded moments; then weights are rounded and moments encoded, by chance unless
-``recipe.rounding`` says nearest. On a CPU in torch's operators, some blocks at a time; on a GPU in one kernel a weight,
-which has all of it in registers. Vectors have no blocks: their moments are fp32.
+An update is computed in fp32 from decoded moments; then weights are rounded and moments encoded, stochastically unless
+``recipe.rounding`` says nearest. On a CPU this uses torch operators, some blocks at a time; on a GPU one kernel per
+weight keeps it all in registers. Vectors have no blocks: their moments are fp32.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, MomentCode, decode,
 from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 from shoal.train.steered import with_gradients
 
-# Elements of a program of the kernel, and its warps.
+# Elements per program of the kernel, and its warps.
 PROGRAM, WARPS = 1024, 4
 KINDS: tuple[tuple[str, MomentCode], ...] = (("exp_avg", MEAN), ("exp_avg_sq", SQUARE))
 
 
 class BlockwiseAdamW(AdamW):
-    """``blocks``: by weight the elements of a block; a weight that is not there is a vector."""
+    """``blocks``: elements per block, by weight; weights not listed are vectors."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BlockwiseAdamW(AdamW):
             _update(flat[part], found, here, block, corrections, self.found_inf != 0, group, there)
 
     def _sizes(self, weight: Tensor) -> Iterator[tuple[str, int]]:
-        """A weight's states, and how many of its elements have one value there."""
+        """A weight's states, and how many of its elements share one value there."""
         for kind, _ in KINDS:
             yield kind, 1
             if weight in self.blocks:
@@ -125,7 +125,9 @@ def _update(
     group: dict[str, Any],
     noise: Noise | None,
 ) -> None:
-    """Of a few blocks. Sums and products by themselves, as in ``adamw``: how elements are cut must not matter."""
+    """Update a few blocks. Adds and multiplies are separate, as in ``adamw``, so that the split of elements does not
+    matter.
+    """
     (beta1, beta2), lr = group["betas"], group["lr"]
     first, second = (_read(state, kind, code, block) for kind, code in KINDS)
     first += (found - first).mul_(1 - beta1)
@@ -195,9 +197,9 @@ def blockwise_adamw_(
     eps: float,
     decay: float,
 ) -> None:
-    """As ``adamw_``, of one weight. ``block``: 0 of a vector, whose moments are fp32 and whose scales are not read.
+    """Like ``adamw_``, for one weight. ``block``: 0 for a vector, whose moments are fp32 and whose scales are not read.
 
-    An operator, so that a dry run and a memory tracker see it.
+    A custom operator, so that a dry run and a memory tracker see it.
     """
     update = _kernel()
     assert update is not None
@@ -256,7 +258,7 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
             found = found + ((value < 0).to(tl.int32) << 7)
         return found.to(tl.uint8)
 
-    @triton.jit(do_not_specialize=["key"])  # another one for every update
+    @triton.jit(do_not_specialize=["key"])  # it changes with every update
     def update_blocks(
         weights,
         gradients,
@@ -298,7 +300,7 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
         greatest: tl.constexpr,
     ):
         if tl.load(refused) == 0:
-            # A row of a program is a block.
+            # A program's rows are blocks.
             number = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
             column = tl.arange(0, width)
             at = number[:, None] * block + column[None, :]

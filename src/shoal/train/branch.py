@@ -1,9 +1,9 @@
-"""Train a run further, or begin a new one at any checkpoint with its weights, optimizer and place in the data.
+"""Extend a run, or branch a new one from any checkpoint, with its weights, optimizer and position in the data.
 
-More steps change the learning rate from where it begins to decay. A run that has not come so far is the run that it
-would have been with more steps from its start, if its warm-up stays as many steps as it had. One that has come further
-is not: then the longer run branches from the last checkpoint before the decay, and the old one stays as it is.
-Needs no torch.
+More steps change the learning rate from where its decay begins. A run that has not reached the decay becomes the run it
+would have been with more steps from the start, provided its warm-up keeps its number of steps. A run past that point
+does not: there the longer run branches from the last checkpoint before the decay, and the old one stays as it is. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from shoal.train.checkpoint.storage import CheckpointStorage
 from shoal.train.files import StepFile, read_rows, replace_text
 from shoal.train.run_directory import RunDirectory, identity
 
-# What the states of a checkpoint are made for: the samples that were used, and what the optimizer keeps.
+# What a checkpoint's states depend on: the samples that were used, and what the optimizer keeps.
 KEPT = ("recipe.batch", "recipe.optimizer", "recipe.ema")
 COPIED_AT_ONCE = 1 << 24
-# In a run that began as a branch: where.
+# In a run that began as a branch: where it branched off.
 BRANCH = "branch.json"
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A run that is to have more steps: the job with its warm-up kept, where it goes on, and what the user is told."""
+    """An extended run: the job with its warm-up kept, where it continues, and the message for the user."""
 
     job: Job
     run: RunDirectory
-    branch: ListedCheckpoint | None  # None: the run itself goes on
+    branch: ListedCheckpoint | None  # None: the run itself continues
     note: str
 
 
 def extend(job: Job, run: RunDirectory) -> Extension:
-    """Of a run that may be finished. Reads only."""
+    """Plan the extension of a run, which may be finished. Reads only."""
     run.keep_in(job.config.checkpoint.to)
     if not run.begun:
         raise BadInput(f"--extend: {run.path} has no run yet", "leave out --extend")
@@ -81,7 +81,7 @@ def extend(job: Job, run: RunDirectory) -> Extension:
 
 
 def decay_begins(recipe: Recipe) -> int:
-    """The last step whose learning rate does not depend on how long the run is."""
+    """The last step whose learning rate does not depend on the length of the run."""
     if recipe.schedule == "constant":
         return recipe.steps
     if recipe.schedule == "wsd":
@@ -90,7 +90,7 @@ def decay_begins(recipe: Recipe) -> int:
 
 
 def check_branch(job: Job, start: ListedCheckpoint) -> None:
-    """Refuse a job that cannot go on with the states of a checkpoint."""
+    """Refuse a job that cannot continue with a checkpoint's states."""
     assert start.manifest is not None
     problems = []
     model = Model.model_validate(start.manifest.model)
@@ -101,7 +101,9 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
         )
     now = identity(job, "")
     for key in KEPT:
-        then = start.manifest.identity.get(key, now.get(key))  # it may be older than a field of the recipe
+        then = start.manifest.identity.get(
+            key, now.get(key)
+        )  # the checkpoint may predate a field of the recipe
         if then != now.get(key):
             problems.append(
                 Problem(f"{start.name} has {key} = {then!r}, this job {now.get(key)!r}", f"set {key} back")
@@ -122,7 +124,9 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
 
 
 def check_same_branch(run: RunDirectory, asked: Path, start: ListedCheckpoint) -> None:
-    """Refuse to go on with a run that is there and did not begin at that checkpoint (of a run: at any of its)."""
+    """Refuse to continue an existing run that did not branch from that checkpoint (for a run: from any of its
+    checkpoints).
+    """
     try:
         begun_at = read_json(run.path / BRANCH)
     except (OSError, ValueError):
@@ -142,9 +146,9 @@ def _absolute(place: Path | str) -> str:
 
 
 def branch(job: Job, run: RunDirectory, start: ListedCheckpoint, dataset: str) -> None:
-    """Begin a run with the state of a checkpoint, as its own: committed there, with the rows of metrics up to it.
+    """Start a run with a checkpoint's state as its own: committed in its directory, with the metrics rows up to it.
 
-    ``dataset``: the hash of the job's data. A run that has begun already is left alone.
+    ``dataset``: the hash of the job's data. A run that has already begun is left alone.
     """
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
@@ -174,7 +178,7 @@ def branch(job: Job, run: RunDirectory, start: ListedCheckpoint, dataset: str) -
             rows.sync()
         begun_at = {"checkpoint": _absolute(start.name), "run": _absolute(source) if source else None}
         replace_text(run.path / BRANCH, json.dumps(begun_at) + "\n")
-        # Last: from here on there is something to go on with.
+        # Last: from here on there is something to resume.
         run.disk.commit(start.step, attempt, start.manifest.model_copy(update=changes).to_text())
 
 
@@ -186,13 +190,13 @@ def _content(place: CheckpointStorage, step: int, file: str, size: int) -> Itera
 
 
 def _with_warmup(job: Job, then: dict[str, Any]) -> Job:
-    """With the warm-up in steps that the run began with, however it was written."""
+    """Give the job the warm-up steps that the run began with, however they were written."""
     recipe = job.config.recipe.model_copy(update={"warmup": then["recipe.warmup"]})
     return replace(job, config=job.config.model_copy(update={"recipe": recipe}))
 
 
 def _recipe_then(recipe: Recipe, then: dict[str, Any]) -> Recipe:
-    """The recipe with the length and the schedule that the run has had."""
+    """The recipe with the run's original length and schedule."""
     names = ("steps", "warmup", "decay", "schedule")
     return recipe.model_copy(
         update={name: then.get(f"recipe.{name}", getattr(recipe, name)) for name in names}

@@ -21,16 +21,16 @@ from shoal.train.files import MAKE_ROOM, last_row
 from shoal.train.run_directory import RunDirectory
 from shoal.train.state import State
 
-# Copies in memory: the last one, and the one before it while that is being replaced.
+# Copies in memory: the last one, and the previous one while that is being replaced.
 KEPT_IN_MEMORY = 2
 
 
 class CommitFailed(Exception):
-    """The last state could not be committed, and there is no later one to try again with."""
+    """The last state could not be committed, and no later one will be tried."""
 
 
 class Commits:
-    """All ranks are to call the same methods in the same order."""
+    """Saves and restores a run's state. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -43,30 +43,30 @@ class Commits:
         attempt: str,
         set_aside: Sequence[int] = (),
     ) -> None:
-        """``clock``: the samples of each step. ``attempt``: a name that no other attempt at this run ever had.
+        """``clock``: the samples of each step. ``attempt``: a name unique among all attempts at this run.
 
-        ``set_aside``: steps in the memory of any node that the launcher does not trust.
+        ``set_aside``: steps in any node's memory that the launcher does not trust.
         """
         self.state, self.run, self.mesh, self.config = state, run, mesh, config
         self.clock, self.identity = clock, identity
         self.disk: CheckpointStorage = run.disk
         self.memory: CheckpointStorage = run.memory()
         self.disk.share_removal(mesh.world)
-        self.peers: Peers | None = None  # other nodes, where each has a memory of its own
+        self.peers: Peers | None = None  # copies on other nodes, if each node has its own memory
         if mesh.nodes > 1 and config.memory:
             self.peers = Peers(mesh, run.memory(), attempt, set_aside)
-        self.committed = 0  # the last step that is on disk, on the first rank
+        self.committed = 0  # the last step on disk; known on the first rank
         # On the first rank: rows up to a commit must survive whatever the commit survives.
         self.before_commit: Callable[[], None] = lambda: None
         self._last_error = ""
-        self._saving = 0  # the step that is being saved
+        self._saving = 0  # the step being saved
         self._told: set[str] = set()
-        self._aside: list[tuple[int, str, str]] = []  # what was set aside and is not told of yet
+        self._aside: list[tuple[int, str, str]] = []  # set aside and not yet reported
         self._keepers = {
             self.disk: Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
             self.memory: Keeper(self.memory, KEPT_IN_MEMORY),
         }
-        # One for each place, for they have their own pace: a disk may take minutes for what memory takes at once.
+        # One per place, because their paces differ: a disk may take minutes for what memory takes at once.
         self._savers: dict[CheckpointStorage, Saver] = {
             place: Saver(
                 name,
@@ -78,7 +78,7 @@ class Commits:
                 partial(self._tidy, place),
                 peers,
             )
-            # A run that commits nothing still does when it is asked to stop: room for that can be found then.
+            # A run without commits still makes one when it is asked to stop: memory for that can be found then.
             for name, place, used, often, peers in (
                 ("disk", self.disk, True, config.every > 0, None),
                 ("memory", self.memory, config.memory > 0, True, self.peers),
@@ -86,13 +86,13 @@ class Commits:
             if used
         }
 
-    # Continuing.
+    # Resuming.
 
     def restore(self) -> int:
-        """Become the newest state that is sound, and return its step; 0 where there is none at all.
+        """Restore the newest intact state and return its step; 0 if there is none.
 
-        A damaged one is set aside with the reason, and the newest that is left is used. Whether it is sound is only
-        known when every rank has read what it needs, so all of them decide together.
+        A damaged state is set aside with the reason, and the newest remaining one is used. Whether a state is intact is
+        known only when every rank has read what it needs, so all ranks decide together.
         """
         damaged = ""
         if self.mesh.rank == 0:
@@ -119,7 +119,7 @@ class Commits:
         return 0
 
     def _choose(self) -> tuple[CheckpointStorage, int] | None:
-        """What the first rank finds is tried by all: others might look while something is being removed."""
+        """The first rank chooses what all ranks try: others might look while something is being removed."""
         together, useless = self.peers.newest(self._done()) if self.peers is not None else (None, [])
         for step, reason in useless if self.mesh.rank == 0 else []:
             self._set_aside(self.memory, step, reason)
@@ -139,22 +139,22 @@ class Commits:
         return self.memory if where == "memory" else self.disk, int(number)
 
     def _done(self) -> int:
-        """The last step that there is a row of: what a commit vouches for has one."""
+        """The last step that has a metrics row: every committed step has one."""
         row = last_row(self.run.metrics)
         return int(row["step"]) if row else 0
 
     def _try(self, place: CheckpointStorage, step: int) -> str:
-        """What is wrong with a checkpoint; empty where all ranks have restored it."""
+        """What is wrong with a checkpoint; empty if all ranks have restored it."""
         trouble = ""
         try:
             threads = max(2, usable_threads() * self.mesh.nodes // self.mesh.world)
             share = (self.mesh.rank, self.mesh.world)
             if place == self.memory and self.mesh.nodes > 1:
-                here = self.mesh.world // self.mesh.nodes  # each node has copies of its own
+                here = self.mesh.world // self.mesh.nodes  # each node has its own copies
                 share = (self.mesh.rank % here, here)
             self.state.restore(Checkpoint(place, step, threads, share))
         except Unreachable:
-            # Another attempt may find it: nothing is set aside because a server did not answer.
+            # A later attempt may find it: nothing is set aside because a server did not answer.
             raise
         except (Damaged, OSError) as error:
             trouble = str(error)
@@ -171,7 +171,7 @@ class Commits:
         self._aside.append((step, action, reason))
 
     def _note_set_aside(self, left: list[tuple[CheckpointStorage, int]]) -> None:
-        """On the first rank, once it is known what there is to use instead."""
+        """On the first rank, record what was set aside, once it is known what is used instead."""
         instead = "there is no other"
         for place, step in left[:1]:
             instead = f"trying step {step} {'in memory' if place == self.memory else 'on disk'}"
@@ -189,14 +189,14 @@ class Commits:
         return every > 0 and (last or step % every == 0)
 
     def keeps(self, step: int, last: bool) -> bool:
-        """Whether a copy is made of the state after a step, on disk or in memory."""
+        """Whether a step's state is copied, to disk or to memory."""
         return self.due(step, last) or self._due_in_memory(step)
 
     def _due_in_memory(self, step: int) -> bool:
         return self.config.memory > 0 and step % self.config.memory == 0
 
     def after_step(self, step: int, last: bool, heldout_loss: float | None) -> None:
-        """Whatever is due after a step. Training waits for a copy of the state and no longer, unless it is to."""
+        """Do what is due after a step. Training waits only for a copy of the state, unless told to wait for more."""
         if self._due_in_memory(step):
             self._start(self.memory, step, heldout_loss)
         if self.due(step, last):
@@ -207,16 +207,16 @@ class Commits:
                 self.mesh.hosts.wait_for_first_rank()
 
     def take_waited(self) -> float:
-        """Seconds that training was held up by commits since the last call."""
+        """Seconds that training waited for commits since the last call."""
         waited = sum(saver.waited for saver in self._savers.values())
         for saver in self._savers.values():
             saver.waited = 0.0
         return waited
 
     def hold_update(self) -> None:
-        """To be called before the weights change: what is still being copied has to be.
+        """Call before the weights change: waits for running copies of the state.
 
-        And what goes to memory has to be there: so a fault costs one step at most, that which was under way.
+        Copies to memory must be complete by then, so a fault costs one step at most, the one in progress.
         """
         for saver in self._savers.values():
             saver.stage.hold_update()
@@ -224,7 +224,7 @@ class Commits:
             self._savers[self.memory].finish()
 
     def hear(self) -> None:
-        """Learn what became of earlier saves. One that failed is told of, and the next one tries again."""
+        """Collect the results of earlier saves. A failed one is reported, and the next one tries again."""
         for saved in [saved for saver in self._savers.values() for saved in saver.take_results()]:
             if self.mesh.rank != 0:
                 continue
@@ -235,9 +235,10 @@ class Commits:
                 self._note_recovery(saved.step)
 
     def finish(self, step: int, stopped: bool, heldout_loss: float | None = None) -> None:
-        """This process has done ``step``, its last. Where commits are made, or it was asked to stop, that is on disk.
+        """Finish this process after ``step``. If commits are made, or the run was asked to stop, the state is on disk
+        afterwards.
 
-        Should the disk refuse it, this is the last chance to say so.
+        If the disk refuses it, this is the last chance to say so.
         """
         self._settle()
         if (
@@ -265,7 +266,9 @@ class Commits:
         self._savers[place].start(manifest, self.state.states())
 
     def _tell(self, trouble: str) -> None:
-        """Once. The first rank speaks for all: others have the same trouble, as a rule, and a log of their own."""
+        """Report a problem once. The first rank speaks for all: others usually have the same problem, and their own
+        log.
+        """
         if trouble in self._told:
             return
         self._told.add(trouble)
@@ -275,7 +278,7 @@ class Commits:
             print(trouble, flush=True)
 
     def _note_failure(self, saved: Saved) -> None:
-        """Once for as long as it is the same trouble: a disk may stay full for a thousand steps."""
+        """Record a failure once for as long as it stays the same: a disk may be full for a thousand steps."""
         known, self._last_error = self._last_error, saved.error
         if known == saved.error:
             return
@@ -292,6 +295,6 @@ class Commits:
             self.run.note_fault(kind="commit", step=step, action="commits succeed again")
 
     def _tidy(self, place: CheckpointStorage) -> None:
-        """After a commit this is done in the background as well: an object store takes its time."""
+        """After a commit, remove old checkpoints, also in the background: an object store takes its time."""
         with contextlib.suppress(OSError):
             self._keepers[place].tidy()

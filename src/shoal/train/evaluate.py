@@ -1,4 +1,4 @@
-"""Validation loss and generated text; every rank takes part, since layers may be spread over them."""
+"""Validation loss and generated text; every rank takes part, because layers may be spread over them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PROMPT_TOKENS = 32
 
 
 def evaluates_after(step: int, steps: int, evaluate: EvaluateSection) -> bool:
-    """Whether a step of so many is followed by an evaluation: the last one is, whatever the section says."""
+    """Whether an evaluation follows ``step``; it always follows the last one."""
     return step == steps or (evaluate.every > 0 and step % evaluate.every == 0)
 
 
 class Patience:
-    """Ends a run when so many evaluations in a row found no lower loss. 0: never."""
+    """Ends a run after this many evaluations in a row without a lower loss. 0: never."""
 
     def __init__(self, evaluations: int, losses: Iterable[float | None] = ()) -> None:
-        """``losses``: of the evaluations before, for a run that continues."""
+        """``losses``: of earlier evaluations, for a resumed run."""
         self.evaluations = evaluations
         self._lowest, self._waited = math.inf, 0
         for loss in losses:
@@ -54,7 +54,7 @@ class Patience:
 def heldout_loss(
     placed: Placed, samples: AnySamples, mesh: Mesh, most: int, micro: int, at_once: int
 ) -> float | None:
-    """Mean loss over ``most`` of these samples, spread evenly; None where there is nothing to predict."""
+    """Mean loss over ``most`` samples, spread evenly; None if there are no targets."""
     found = heldout_means(placed, samples, mesh, most, micro, at_once)
     return None if found is None else found[0]
 
@@ -68,10 +68,11 @@ def heldout_means(
     at_once: int,
     tell: Callable[[int, int], None] | None = None,
 ) -> list[float] | None:
-    """The loss a token or a pair, then what it measures; None where there is nothing to predict.
+    """The loss per token or pair, then the loss's extra measures; None if there are no targets.
 
-    Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
-    forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
+    Which rank sees which sample changes no sum. All ranks run equally many rows, because some strategies communicate in
+    every forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a
+    pipeline.
     """
     losses, targets = own_heldout(
         placed, samples, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks), tell
@@ -91,9 +92,9 @@ def own_heldout(
     part: tuple[int, int],
     tell: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Tensor], int]:
-    """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many.
+    """The losses of one part of the held-out rows, and their number of targets. ``part``: (index, count).
 
-    Rows that belong together are in one micro-batch. ``tell`` is told which forward pass of how many comes next.
+    Rows that belong together share a micro-batch. ``tell`` is called with the index and number of each forward pass.
     """
     index, ranks = part
     together = samples.together
@@ -114,7 +115,7 @@ def own_heldout(
 
 
 def chosen_rows(samples: AnySamples, most: int) -> list[int]:
-    """At most so many samples, spread evenly; with each, those that belong to it."""
+    """At most ``most`` samples, spread evenly; each together with the rows that belong to it."""
     together = samples.together
     every = len(samples) // together
     count = min(most // together, every)
@@ -150,7 +151,7 @@ def write_samples(
     seed: int,
     step: int,
 ) -> list[tuple[str, str]]:
-    """(prompt, continuation) for each prompt; the numbers drawn are a hash of (seed, step, sample)."""
+    """(prompt, continuation) for each prompt; random draws are a hash of (seed, step, sample)."""
     texts = []
     shape = placed.segments[0].network.shape
 
@@ -158,7 +159,7 @@ def write_samples(
         return placed.executor.scores(padded(tokens, mesh), tokens.shape[1] - 1)
 
     def padded(tokens: Tensor, mesh: Mesh) -> MicroBatch:
-        """Ranks that share a row want a length that divides; padding after the last token is never attended to."""
+        """Ranks that share a row need a length that divides; padding after the last token is never attended to."""
         length = tokens.shape[1] + -tokens.shape[1] % length_unit(mesh.layout)
         positions = torch.arange(length, device=tokens.device)
         if shape.positions == "learned":

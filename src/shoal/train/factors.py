@@ -1,8 +1,8 @@
-"""States that have not one value for each element of a piece.
+"""Optimizer states that do not have one value per element of a piece.
 
-Adafactor's means over rows and columns are of all matrices that a rank updates some elements of. They are of whole
-matrices, and so the same on every rank that keeps them: [matrices, rows] and [matrices, columns]. Scales of blocks
-(``facts/blockwise.py``) are of a rank's own blocks, in their order.
+Adafactor's row and column means cover every matrix of which the rank updates some elements. They are means of whole
+matrices, so they are the same on every rank that keeps them: [matrices, rows] and [matrices, columns]. Block scales
+(``facts/blockwise.py``) cover a rank's own blocks, in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.train.steered import wide
 
 
 def empty_state(piece: Shard, kind: str, keeps: Keeps | None = None) -> Tensor:
-    """Room for a state of a piece."""
+    """Allocate a state of a piece."""
     if kind in SCALES:
         count = (piece.stop - piece.start) // (block_length(piece.box.whole) or 1)
         return piece.tensor.new_empty(count, dtype=torch.uint8, requires_grad=False)
@@ -37,7 +37,7 @@ def empty_state(piece: Shard, kind: str, keeps: Keeps | None = None) -> Tensor:
 
 
 def factor_slices(piece: Shard, state: Tensor, kind: str) -> Iterator[Slice]:
-    """A state as boxes of the means, or of the scales, of the whole parameter: to be filled."""
+    """A state as boxes of the whole parameter's means or scales, to be filled."""
     if kind in SCALES:
         yield from piece_slices(in_blocks(piece), state)
         return

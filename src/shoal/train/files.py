@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# What others of this machine may not do with a run's files: anything.
+# Permissions that group and others must not have on a run's files: all of them.
 OWNER_ONLY = 0o077
 
 
 def disk_is_full(error: OSError) -> bool:
-    """No space, no quota, or a file larger than it may be."""
+    """Whether the error means no space, no quota left, or a file over the size limit."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-# What to do about it, where nothing else can be done.
+# The advice when nothing else can be done.
 MAKE_ROOM = "the last commit is untouched: free some space and run the same command again"
 
 
@@ -35,7 +35,9 @@ def in_words(error: OSError) -> str:
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """What this process creates inside is for its owner's eyes only, whatever the code that creates it."""
+    """Make files that this process creates inside the context readable by their owner only, whatever code creates
+    them.
+    """
     before = os.umask(OWNER_ONLY)
     try:
         yield
@@ -44,9 +46,9 @@ def private_files() -> Iterator[None]:
 
 
 class RowFile:
-    """Appends rows. On a disk that is full they wait until there is room, and no row is ever torn by one that is not.
+    """Appends rows. On a full disk rows wait until there is room, and no row is ever torn by one that did not fit.
 
-    Rows may be added by one thread while another makes sure of those before.
+    One thread may add rows while another flushes or syncs earlier ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,12 +64,12 @@ class RowFile:
                 self._write()
 
     def flush(self) -> None:
-        """Have all rows with the system, where they outlive this process; raises where there is no room."""
+        """Write all rows to the system, where they outlive this process; raises if there is no room."""
         with self._lock:
             self._write()
 
     def sync(self) -> None:
-        """Have them on disk."""
+        """Flush and fsync all rows."""
         self.flush()
         os.fsync(self._file.fileno())
 
@@ -76,7 +78,7 @@ class RowFile:
             return
         written = self._file.write(self._waiting)
         if written != len(self._waiting):
-            # From where the last whole row ends they are written again.
+            # Write again from where the last whole row ends.
             os.ftruncate(self._file.fileno(), self._end)
             raise OSError(errno.ENOSPC, "No space left on device", self._file.name)
         self._end += written
@@ -84,7 +86,7 @@ class RowFile:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; a rename is not, until then."""
+    """Make the names in a directory durable; a rename is not durable until then."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -93,7 +95,7 @@ def sync_directory(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by new content, at once for every reader."""
+    """Replace a file's content atomically."""
     replace_bytes(path, text.encode())
 
 
@@ -113,7 +115,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 class StepFile(RowFile):
     """Rows that carry their ``step``.
 
-    Opened for a run that continues after ``step``, it drops the rows that came later, and a torn line.
+    Opened for a run that continues after ``step``, it drops later rows and a torn last line.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -122,7 +124,7 @@ class StepFile(RowFile):
         super().__init__(path)
 
 
-# A row is a thousand bytes or two.
+# Enough bytes for some rows: one has a thousand or two.
 ROWS_END = 1 << 16
 
 
@@ -143,7 +145,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a file that may end in a torn line, or that may not be there."""
+    """The complete rows of a file that may end in a torn line or be missing."""
     if not path.exists():
         return []
     rows = []

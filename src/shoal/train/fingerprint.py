@@ -8,14 +8,14 @@ from blake3 import blake3
 
 from shoal.facts.input.untrusted_files import read_json
 
-# Of each file, spread evenly: weights that were trained further differ everywhere.
+# Samples per file, spread evenly: weights that were trained further differ everywhere.
 BLOCKS, BLOCK = 64, 4096
 
 
 def weights_fingerprint(directory: str | None) -> str | None:
-    """Of names, lengths, headers and samples of a model directory's safetensors files; None where there are none.
+    """A hash of names, lengths, headers and samples of a model directory's safetensors files; None if there are none.
 
-    Of a run, which may have got further meanwhile, its id; of a checkpoint its manifest, which has every hash.
+    For a run, which may have progressed meanwhile, its id; for a checkpoint its manifest, which has every hash.
     """
     if directory is None:
         return None
@@ -29,7 +29,7 @@ def weights_fingerprint(directory: str | None) -> str | None:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
             with path.open("rb") as file:
-                # The first ones are the header: every tensor's name, shape and type.
+                # The first blocks are the header: every tensor's name, shape and dtype.
                 for number in range(BLOCKS):
                     file.seek(number * max(BLOCK, size // BLOCKS))
                     digest.update(file.read(BLOCK))

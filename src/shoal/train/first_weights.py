@@ -1,4 +1,4 @@
-"""The weights that a run begins with: hashed, or those of a model directory, a run or a checkpoint."""
+"""The weights that a run begins with: hashed, or from a model directory, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_AVERAGE = "the weights themselves: leave out --ema, or set evaluate.ema = fal
 
 
 def first_weights(job: Job) -> Fill:
-    """Gives parameters the values that a run begins with, and what is frozen those that it keeps."""
+    """Returns the function that initialises trained parameters and fills the frozen ones."""
     config = job.config.model
     base = _base(config.init_from, job.model, job.config.recipe.seed)
     adapters = _base(None, job.model, job.config.recipe.seed)
@@ -54,10 +54,11 @@ def _base(origin: str | None, model: Model, seed: int) -> Fill:
 
 
 def weights_of(origin: str, model: Model, average: bool = False) -> Fill:
-    """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit.
+    """Returns a function that fills parameters from ``origin``; each rank reads only what it holds. Refused if shapes
+    do not fit.
 
-    Of a run that trained adapters: merged with what these stand beside. ``average``: those of the average of the
-    weights that ``recipe.ema`` keeps beside them in a checkpoint.
+    A run that trained adapters is merged with its base. ``average``: read the averaged weights that ``recipe.ema``
+    keeps in a checkpoint.
     """
     path = (
         hub.fetch(origin, hub.WEIGHTS, newest=False) if hub.is_hub_name(origin) else Path(origin).expanduser()
@@ -94,7 +95,7 @@ def check_average(checkpoint: Checkpoint) -> None:
 
 
 def merged_weights(checkpoint: Checkpoint, state: str = "weight") -> Fill:
-    """Of a checkpoint that has adapters: they name, in its identity, what they stand beside."""
+    """The merged weights of a checkpoint with adapters; its identity names their base."""
     manifest = checkpoint.manifest
     model, origin = manifest.parsed_model, manifest.identity.get(WEIGHTS)
     if origin is not None and weights_fingerprint(origin) != manifest.identity.get(WEIGHTS_HASH):
@@ -110,7 +111,7 @@ def merged_weights(checkpoint: Checkpoint, state: str = "weight") -> Fill:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a run or a checkpoint, by what lies in it."""
+    """Whether the path is a run or a checkpoint, judged by its contents."""
     return any((path / name).exists() for name in ("config.toml", "checkpoints", "manifest.json"))
 
 

@@ -1,6 +1,6 @@
-"""A trained network as lm-eval sees one: it scores continuations, scores whole texts, and writes greedily.
+"""Present a trained network to lm-eval: score continuations, score whole texts, and generate greedily.
 
-In one process. What lm-eval asks is in texts; tokens are the run's own, with nothing added before them.
+In one process. lm-eval asks in text; tokens are the run's own, with nothing prepended.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shoal.train.first_weights import weights_of
 from shoal.train.program import blueprint
 from shoal.train.write_text import RowScores
 
-ROWS = 8  # texts that are scored at once
-WRITTEN = 256  # tokens that lm-eval asks for where a task does not say
+ROWS = 8  # texts scored per batch
+WRITTEN = 256  # tokens to generate if a task sets no limit
 
-# A pair of texts, which it is known by; the tokens before; those that are scored.
+# A pair of texts that identifies it; the context tokens; the tokens to score.
 Scored = tuple[tuple[str, str], list[int], list[int]]
 
 
 class _Stopped(Exception):
-    """What ends the text has been written."""
+    """A stop string has been generated."""
 
 
 class HarnessModel(TemplateLM):
-    """``origin``: a run, a checkpoint or a model directory, as the job has it."""
+    """``origin``: a run, a checkpoint or a model directory, as the job names it."""
 
     def __init__(self, job: Job, mesh: Mesh, origin: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         self.mesh = mesh
         self.words = open_tokenizer(config.data.tokenizer, config.data.end_token)
         self.longest = job.model.max_positions
-        self.scores: RowScores | None = None  # with a cache, from the first text that is written
+        self.scores: RowScores | None = None  # has a cache; created for the first generated text
 
     @property
     def eot_token_id(self) -> int:
@@ -63,7 +63,7 @@ class HarnessModel(TemplateLM):
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[Scored], **others: Any) -> list[tuple[float, bool]]:
         found: dict[int, tuple[float, bool]] = {}
-        # Texts of about one length share a batch, so that little of it is padding.
+        # Batch texts of similar length, so that little is padding.
         order = sorted(range(len(requests)), key=lambda at: -len(requests[at][1]) - len(requests[at][2]))
         for start in range(0, len(order), ROWS):
             some = order[start : start + ROWS]
@@ -74,11 +74,13 @@ class HarnessModel(TemplateLM):
         return [found[at] for at in range(len(requests))]
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Of the last tokens of each row: the sum of their log-probabilities, and whether each is the likeliest."""
+        """For the last tokens of each row: the sum of their log-probabilities, and whether each is the most likely
+        one.
+        """
         if self.scores is not None and self.scores.cache is not None:
             self.scores.cache.start = 0
         longest = max(map(len, rows)) - 1
-        # Padding comes after every token that is scored, so none of them attends to it.
+        # Padding comes after every scored token, so none of them attends to it.
         padded = [row[:-1] + [self.words.end] * (longest - len(row) + 1) for row in rows]
         tokens = torch.tensor(padded, device=self.mesh.device)
         positions = torch.arange(longest, device=tokens.device).expand_as(tokens)
@@ -93,7 +95,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """All of a text, cut where it is longer than the network takes; each token is scored once."""
+        """The log-likelihood of a whole text, cut if it exceeds the network's length; each token is scored once."""
         found = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self.longest, 1)

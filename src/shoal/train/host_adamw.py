@@ -1,10 +1,10 @@
-"""AdamW on the host's cores in one pass over a piece (``host_adamw.cpp``), compiled when it is first needed.
+"""AdamW on the host's cores in one pass over a piece (``host_adamw.cpp``), compiled on first use.
 
-Torch's fused update takes gradients as wide as their weights and writes no narrow copy, so that a gradient has to be
-widened before it and a weight narrowed after it: at best 87 GB/s on the 16 cores beside an H200, of 28 bytes a
-parameter. What inductor makes of the same formula reaches 145, but holds Python's lock meanwhile: the next forward
-pass, which the update is to hide behind, could not be issued. So it is compiled by hand, in a second or two, and kept.
-Where there is no C++ compiler, torch's update in parts does (``train/host_update.py``).
+Torch's fused update needs gradients as wide as their weights and writes no narrow copy, so the gradient has to be
+widened before it and the weight narrowed after it: at best 87 GB/s on the 16 cores beside an H200, with 28 bytes per
+parameter. What inductor makes of the same formula reaches 145 GB/s but holds the GIL, so the next forward pass, which
+should hide the update, could not be issued. Hence a hand-written kernel, compiled in a second or two and cached.
+Without a C++ compiler, torch's update runs in parts (``train/host_update.py``).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FLAGS: tuple[str, ...] = (
     "-fPIC",
 )
 if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS = (*FLAGS, "-mprefer-vector-width=512")  # gcc keeps to 256 bits where a processor has both
+    FLAGS = (*FLAGS, "-mprefer-vector-width=512")  # gcc defaults to 256 bits on processors that have both
 COMPILERS = ("c++", "g++", "clang++")
-LONGEST = 120  # seconds, on a machine that is busy
+LONGEST = 120  # seconds, on a busy machine
 
 
 class NoKernelError(Exception):
-    """Why this machine has none."""
+    """Why this machine has no kernel."""
 
 
 def adamw_(
@@ -56,11 +56,12 @@ def adamw_(
     threads: int,
     what: Literal["whole", "narrow", "states"] = "whole",
 ) -> None:
-    """All flat, contiguous and as long. ``narrow``: a copy of the new weight; it may be the gradient's own memory.
+    """Update a weight in place. All tensors are flat, contiguous and equally long. ``narrow`` receives a copy of the
+    new weight, and may share memory with the gradient.
 
-    ``what``: all of the update; the narrow copy alone, which leaves weight and moments as they were; or these alone,
-    later and to the same bits, where ``narrow`` says no more than its type. ``settings``: as ``settings_of``.
-    NoKernelError where it cannot be compiled.
+    ``what``: the whole update; only the narrow copy, leaving weight and moments as they were; or only those, later and
+    bit-identical, where ``narrow`` only gives its dtype. ``settings``: from ``settings_of``. Raises NoKernelError if
+    the kernel cannot be compiled.
     """
     run = getattr(_library(), f"adamw_{what}_{_name(gradient.dtype)}_{_name(narrow.dtype)}")
     pointers = (ctypes.c_void_p(one.data_ptr()) for one in (weight, mean, square, gradient, narrow))
@@ -69,7 +70,7 @@ def adamw_(
 
 
 def takes(weight: torch.dtype, gradient: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether it is made for these."""
+    """Whether the kernel supports these dtypes."""
     if weight == torch.float64:
         return gradient == narrow == torch.float64
     if weight != torch.float32 or narrow not in (torch.float32, torch.bfloat16):
@@ -78,7 +79,7 @@ def takes(weight: torch.dtype, gradient: torch.dtype, narrow: torch.dtype) -> bo
 
 
 def problem() -> str | None:
-    """Why there is none, in a line."""
+    """Why there is no kernel, in one line; None if there is one."""
     try:
         _library()
     except NoKernelError as error:
@@ -87,7 +88,9 @@ def problem() -> str | None:
 
 
 def settings_of(group: dict[str, Any], updates: int, scale: float) -> list[float]:
-    """Of an update. ``updates``: how many there are with it. ``scale``: what gradients are divided by."""
+    """The settings of one update. ``updates``: the number of updates including this one. ``scale``: divides
+    gradients.
+    """
     (beta1, beta2), lr = group["betas"], group["lr"]
     root_correction = (1 - beta2**updates) ** 0.5
     moments = [1 - beta1, beta2, 1 - beta2]
@@ -111,7 +114,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _compiled(folder: Path) -> Path:
-    """The library, for this kind of processor; another kind that shares the folder has one of its own."""
+    """The library for this kind of processor; other kinds that share the folder have their own."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "", *COMPILERS))), None)
     if compiler is None:
         raise NoKernelError("the host's AdamW needs a C++ compiler, such as g++")
@@ -119,7 +122,7 @@ def _compiled(folder: Path) -> Path:
     built = folder / f"host_adamw-{blake3(known).hexdigest(16)}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Ranks of a node compile at once: whole files alone have the name.
+        # Ranks of a node compile at the same time: rename, so that only complete files have the name.
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / built.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]

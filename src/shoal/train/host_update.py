@@ -1,12 +1,12 @@
 """The optimizer's update of offloaded pieces, on the host's cores (``parallel/offload/states.py``).
 
-A thread of its own waits until the norm of all gradients is known, so that clipping is exact without speculation, and
-then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
-next forward pass waits at each block for that block alone: the update hides behind it. Of some pieces only the new
-weights are made then, and their states beside the backward pass that follows (``train/late_states.py``).
+A thread waits until the norm of all gradients is known, so clipping is exact without speculation, and then updates
+piece by piece in forward order. Finished weights return to the device at once, and the next forward pass waits at each
+block for that block only, so it hides the update. For some pieces only the new weights are computed then; their states
+are written during the following backward pass (``train/late_states.py``).
 
-AdamW goes over a piece once (``train/host_adamw.py``). Where that is not to be had, pieces are cut into parts that a
-cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
+AdamW makes one pass over a piece (``train/host_adamw.py``). Without that kernel, pieces are cut into parts that fit in
+cache: a part's gradient is widened and used, and its new weight narrowed, without a round trip to memory.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from shoal.train.late_states import NONE_LATE, LateStates
 from shoal.train.optimizer import CLIP_EPS, refuses
 from shoal.train.rounding import parts
 
-# Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
-# widened for it stays in a cache.
+# Elements per thread of a part: long enough that threads rarely wait for each other, short enough that the widened part
+# stays in cache.
 PART = 2**18
 
-# Updates some elements of a piece: its states by name, the first one's number, gradients, and where new weights go.
+# Updates some elements of a piece. Arguments: states by name, index of the first element, gradients, and room for the
+# new weights.
 StretchUpdate = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
 
 
 class HostUpdate:
-    """Updates what the host has, and lets the network wait for it."""
+    """Updates offloaded pieces, and lets the network wait for them."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class HostUpdate:
         mesh: Mesh,
     ) -> None:
         self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
-        # Why AdamW goes by parts, if it does.
+        # Why AdamW runs in parts, if it does.
         self.problem = host_adamw.problem() if isinstance(optimizer, AdamW) else None
         self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
         self.part = PART * self.threads
@@ -74,15 +75,15 @@ class HostUpdate:
         self.groups = dict(sorted(groups.items()))
         if offloaded.filed is not None:
             offloaded.filed.in_order([piece for group in self.groups.values() for piece in group])
-        # Of the optimizer's: looked up once, for there are hundreds of pieces and a step has no time for it.
+        # The optimizer's options, looked up once: there are hundreds of pieces, and a step has no time for it.
         options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
         self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
         self._thread = HostThread("shoal-update", mesh.device, self.threads)
-        # A part's gradient, widened, or its new weight, narrowed. Made once: memory that is new costs a page fault
-        # every 4 KiB, which took longer than the update itself on an H200's host.
+        # A part's widened gradient, or its narrowed new weight. Allocated once: fresh memory costs a page fault every 4
+        # KiB, which took longer than the update itself on an H200's host.
         largest = max((piece.tensor.numel() for piece in offloaded.pieces), default=0)
         self._room = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
-        # Whose states may be late. On a CPU nothing goes on beside the device.
+        # Pieces whose states may be late. On a CPU nothing overlaps with the device.
         may_be_late = states_may_be_late(recipe, mesh.layout) and self.problem is None
         resting = waiting(mesh.layout.offload, "params") is not None
         order = [piece for group in self.groups.values() for piece in group]
@@ -96,7 +97,7 @@ class HostUpdate:
                 dtype = order[0].working.dtype
                 self._way_back = WayBack(elements, dtype, offloaded.memory, offloaded.streams)
         self._running: Future[None] | None = None
-        self._going: deque[FileTransfer] = deque()  # new weights, to the files that they rest in
+        self._going: deque[FileTransfer] = deque()  # new weights in flight to their files
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
         self._ends: dict[int, torch.cuda.Event] = {}
@@ -104,16 +105,18 @@ class HostUpdate:
             self._watch(placed, last, self.ahead)
 
     def start(self, norm: Tensor, limit: float, most: float) -> Future[None]:
-        """Update once this norm is known, clipped to ``limit``; not where it is not finite, or above ``most``."""
+        """Start an update that waits for the norm and clips to ``limit``; it does nothing if the norm is not finite
+        or above ``most``.
+        """
         self.wait()
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
-        self._reached = min(self.groups, default=0) - 1.0  # nothing of the host's comes before
+        self._reached = min(self.groups, default=0) - 1.0  # everything before is on the device only
         arriving = {
             piece: state.arriving() for piece, state in self.offloaded.away.items() if state.filed is None
         }
         if isinstance(self.optimizer, AdamW):
-            # Also where this update is refused, as all are in a dry run.
+            # Even if this update is refused, as all are in a dry run.
             for piece in self.offloaded.pieces:
                 self.optimizer.started(piece.tensor)
         if self.offloaded.filed is not None:
@@ -130,7 +133,7 @@ class HostUpdate:
         return running
 
     def wait(self) -> None:
-        """Until everything is back, and all states are written."""
+        """Wait until all weights are back and all states are written."""
         if self._running is not None:
             self._running.result()
             self._running = None
@@ -139,7 +142,7 @@ class HostUpdate:
             self._ends.clear()
 
     def wait_for(self, group: float) -> None:
-        """Until pieces up to this group are back, as the next forward pass needs them."""
+        """Wait until pieces up to this group are back, as the next forward pass needs them."""
         running = self._running
         if running is None:
             return
@@ -147,13 +150,13 @@ class HostUpdate:
             self._passed.wait_for(lambda: self._reached >= group)
             ends = [self._ends.pop(number) for number in list(self._ends) if number <= group]
         if running.done():
-            running.result()  # its error, if it had one
+            running.result()  # raises its error, if any
         for end in ends:
-            # Not in a stream alone: FSDP reads weights in streams of its own.
+            # A stream wait is not enough: FSDP reads weights in streams of its own.
             end.synchronize()
 
     def _place(self, piece: Shard, last: int) -> int:
-        """When it is needed: a block's number, counted from 1. FSDP gathers a network's two ends together."""
+        """When a piece is needed: its block's number, from 1. FSDP gathers a network's two ends together."""
         if (block := block_of(piece.held.label)) is not None:
             return 1 + block
         return 0 if self.sharded or ".embed_" in piece.held.label else last + 1
@@ -177,7 +180,7 @@ class HostUpdate:
         limit: float,
         most: float,
     ) -> None:
-        """As ``clip_and_update`` does on a device."""
+        """Like ``clip_and_update`` on a device."""
         reading = {piece: self.offloaded.away[piece].read for piece in late}
         try:
             if known is not None:
@@ -191,7 +194,7 @@ class HostUpdate:
             self._pass(math.inf)
             if self.late is not None:
                 self.late.weights_returned()
-            # Those first whose gradients come first.
+            # First the pieces whose gradients come first.
             start = time.perf_counter()
             for piece, write in reversed(to_write):
                 write()
@@ -208,7 +211,7 @@ class HostUpdate:
     def _update_groups(
         self, arriving: dict[Shard, Callable[[], Tensor]], late: frozenset[Shard], scale: Tensor
     ) -> list[tuple[Shard, Callable[[], None]]]:
-        """In forward order; gives what writes the states that are late."""
+        """Update in forward order; returns functions that write the late states."""
         to_write: list[tuple[Shard, Callable[[], None]]] = []
         whole, spent = 0, 0.0
         for number, pieces in self.groups.items():
@@ -237,14 +240,14 @@ class HostUpdate:
             self._passed.notify_all()
 
     def _update_piece(self, piece: Shard, arriving: Callable[[], Tensor] | None, scale: Tensor) -> None:
-        """``arriving``: gives the gradient; None where it comes from a file, with the states."""
+        """``arriving`` returns the gradient; None if it comes from a file, together with the states."""
         if arriving is None:
             self._update_filed(piece, scale)
             return
         working, gradient = piece.working, arriving().view(-1)
         assert working is not None
         returned = self.offloaded.away[piece].way_back(working)
-        # New weights take the gradient's place, or that of the old ones where these rest.
+        # New weights overwrite the gradient, or the old weights if those live on the host.
         apart = self.offloaded.away[piece].rests
         update = self._update_of(piece, gradient.dtype, returned.dtype, scale, apart)
         for start, states in self._lent(piece):
@@ -253,22 +256,22 @@ class HostUpdate:
         if apart:
             return  # the next pass fetches it
         if piece.held.home_file is not None:
-            # The place is taken again in a backward pass, which fetches from there, so after this. Where ranks gather
-            # each other's, all of it goes there then.
+            # The backward pass fetches from the file, so write it before that. Where ranks all-gather each other's
+            # weights, the whole file is written afterwards instead.
             if (rests := goes_home(piece)) is not None:
                 self._going.append(rests.send(returned))
             return
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
-        # All that has read the weights as they were has ended: the norm came after it.
+        # All readers of the old weights have finished: the norm came after them.
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
 
     def _update_weight(
         self, piece: Shard, arriving: Callable[[], Tensor], scale: Tensor
     ) -> Callable[[], None]:
-        """The new weight alone, from states that are left as they were; gives what writes these."""
+        """Compute only the new weight, leaving states as they were; returns a function that writes the states."""
         working, gradient = piece.working, arriving().view(-1)
         assert working is not None
         settings, threads = self._counted(piece, scale), self.threads
@@ -290,7 +293,7 @@ class HostUpdate:
         return write
 
     def _counted(self, piece: Shard, scale: Tensor) -> list[float]:
-        """Count an update of a piece, and give what it is made with."""
+        """Count an update of a piece, and return its settings."""
         assert isinstance(self.optimizer, AdamW)
         state = self.optimizer.started(piece.tensor)
         state["step"] += 1
@@ -309,7 +312,7 @@ class HostUpdate:
                 self._return(working.view(-1)[start : start + returned.numel()], returned)
 
     def _return(self, working: Tensor, returned: Tensor) -> None:
-        """New weights to the device, before their place is used again."""
+        """Copy new weights to the device, before their room is reused."""
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned)
             return
@@ -318,7 +321,9 @@ class HostUpdate:
             back.record_event().synchronize()
 
     def _lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """A piece's states by name; from files some elements after others, each time with the first one's number."""
+        """Yield a piece's states by name, stretch by stretch if in files, with the index of each stretch's first
+        element.
+        """
         if (filed := self.offloaded.filed) is not None:
             yield from filed.lent(piece)
             return
@@ -329,20 +334,20 @@ class HostUpdate:
     def _update_of(
         self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor, apart: bool
     ) -> StretchUpdate:
-        """``apart``: new weights are not written where the gradient is."""
+        """``apart``: new weights are not written over the gradient."""
         return self._in_one_pass(piece, read, written, scale, apart) or self._in_parts(piece, scale)
 
     def _in_one_pass(
         self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor, apart: bool
     ) -> StretchUpdate | None:
-        """Count an update, and give what does it; None where it goes by parts."""
+        """Count an update and return its kernel call; None if the update runs in parts."""
         optimizer = self.optimizer
         if not isinstance(optimizer, AdamW) or optimizer.rounding is not None or self.problem is not None:
             return None
         if not host_adamw.takes(piece.tensor.dtype, read, written):
             return None
         settings = self._counted(piece, scale)
-        # In the gradient's place narrower ones would overtake it.
+        # In the gradient's place, narrower weights would overtake the gradients still to be read.
         whole, room = written == read or apart, self._room.view(written)
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
@@ -364,7 +369,7 @@ class HostUpdate:
             for part in parts(gradient.numel(), self.part):
                 here, read = {kind: one[part] for kind, one in states.items()}, gradient[part]
                 update_part(here, start + part.start, self._room[: read.numel()].copy_(read), scale)
-                returned[part].copy_(here["weight"])  # behind what has been read
+                returned[part].copy_(here["weight"])  # only overwrites what has been read
 
         return update
 
@@ -377,12 +382,12 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
     def hook(*_: Any) -> None:
         wait()
 
-    # Before FSDP's own, which gathers.
+    # Before FSDP's own hook, which gathers.
     module.register_forward_pre_hook(hook, prepend=True)
 
 
 def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostPart:
-    """The next update of a weight of the host's, by parts."""
+    """The next update, in parts, of a weight on the host."""
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
 

@@ -1,9 +1,10 @@
-"""Updates in the backward pass (``tune.optimizer_in_backward``): a gradient is used up as soon as it is complete.
+"""Optimizer updates in the backward pass (``tune.optimizer_in_backward``): a gradient is used as soon as it is
+complete.
 
-So there is never more of them than of a unit or a bucket, or without data ranks of one parameter. Nothing can be
-decided by all gradients before the first update: no clipping, and what is not finite leaves its own parameter alone and
-ends the run. A parameter has an optimizer of its own, whose states are also those of the whole one: checkpoints and
-guards see no difference.
+So gradients never take more memory than one unit or bucket, or without data ranks one parameter. No decision can depend
+on all gradients: there is no clipping, and a non-finite gradient leaves its own parameter unchanged and ends the run.
+Each parameter has its own optimizer whose states are shared with the overall one, so checkpoints and guards see no
+difference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shoal.train.optimizer import (
 
 class UpdatesInBackward:
     def __init__(self, placed: Placed, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-        """``optimizer``: of all pieces, which has their states and makes no update."""
+        """``optimizer`` covers all pieces and holds their states, but makes no update itself."""
         self.recipe, self.step, self.lr = recipe, 0, 0.0
         self.pieces = placed.gradients.pieces
         self.optimizers: dict[Shard, torch.optim.Optimizer] = {}
@@ -39,7 +40,7 @@ class UpdatesInBackward:
         placed.take_early(self.take)
 
     def begin(self, step: int) -> float:
-        """A step's learning rate, from now on that of all."""
+        """Set the step's learning rate on all optimizers and return it."""
         self.step, self.lr = step, learning_rate(self.recipe, step)
         for piece, one in self.optimizers.items():
             piece.squares = None
@@ -48,7 +49,7 @@ class UpdatesInBackward:
 
     @torch.no_grad()
     def take(self, piece: Shard, found: Tensor) -> None:
-        """Update with a gradient that is complete."""
+        """Update with a complete gradient."""
         piece.tensor.grad = found.detach().to(piece.tensor.grad_dtype).view_as(piece.tensor)
         piece.squares = squared_norm([piece], piece.tensor.device)
         norm = piece.squares.sqrt()
@@ -56,7 +57,7 @@ class UpdatesInBackward:
         piece.tensor.grad = None
 
     def finish(self) -> None:
-        """Update what was not given early: other ranks' gradients have been added by now."""
+        """Update the pieces not handed over early, to which other ranks' gradients have now been added."""
         for piece in self.pieces:
             if piece.squares is None:
                 self.take(piece, gradient(piece))

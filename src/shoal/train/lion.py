@@ -12,7 +12,7 @@ from shoal.train.steered import SteeredOptimizer, wide, with_gradients
 
 
 class Lion(SteeredOptimizer):
-    """``betas``: the momentum's share in the direction, and its own decay."""
+    """``betas``: the momentum's share in the direction, and the momentum's decay."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)

@@ -54,7 +54,7 @@ from shoal.train.step import IssuedStep, StepResult
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A step that was issued and not read yet, and what its row is made of."""
+    """A step that was issued and not yet read, and what its metrics row needs."""
 
     step: int
     micro_batches: list[Batch]
@@ -64,13 +64,15 @@ class _InFlight:
 
     @property
     def without_input(self) -> float:
-        """Seconds of it, once it is read. While the device was at the step before, nothing waited."""
+        """The step's seconds without the wait for input, once it is read. A wait while the device ran the previous
+        step does not count.
+        """
         idle = self.issued.idle_before
         return self.waited if idle is None else min(self.waited, idle)
 
 
 class Guest(Protocol):
-    """An observer: told what a rank does, and given its training before the first step."""
+    """An observer, called with what a rank does and, before the first step, with its training."""
 
     def enter(self, phase: str, step: int) -> None: ...
 
@@ -91,8 +93,8 @@ def train(
 ) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe.
 
-    ``attempt`` names this attempt at the run, as no other was ever named; ``restarts`` came before it.
-    ``guest`` looks on. ``set_aside``: steps in memory that are not to be continued from.
+    ``attempt`` is a unique name for this attempt at the run; ``restarts`` attempts came before it. ``guest`` observes.
+    ``set_aside``: steps in memory that must not be resumed from.
     """
     with explaining(job, mesh) as witness:
         training = Training(job, run, dataset, mesh, announce, attempt, set_aside, wants_stop)
@@ -120,7 +122,9 @@ class Training:
         set_aside: Sequence[int] = (),
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``announce`` is told what comes next, for some of it may take long; ``wants_stop`` is asked meanwhile."""
+        """``announce`` is called with what comes next, because some of it may take long; ``wants_stop`` is polled
+        meanwhile.
+        """
         config, recipe = job.config, job.config.recipe
         self.job, self.run, self.mesh = job, run, mesh
         self.announce = announce
@@ -146,7 +150,7 @@ class Training:
         self.announce(RESTORE, 0)
         if placed.frozen:
             placed.fill_frozen(first_weights(job))
-        self.complete = True  # nothing is missing that a step needs
+        self.complete = True  # has everything that a step needs
         filled = self._compare_with_first_weights(wants_stop)
         self.done = self.commits.restore()
         if not self.done:
@@ -156,7 +160,7 @@ class Training:
                 self.step.average.start()
         self.stored_rows: StoredRows | None = None
         if self.first_rank and isinstance(run.disk, ObjectStore):
-            # Before they are asked for: what some guards do depends on them.
+            # Fetch stored rows first: some guards start from them.
             self.stored_rows = StoredRows(run.disk, run.metrics)
             self.stored_rows.bring(self.done)
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
@@ -167,8 +171,8 @@ class Training:
         self.steps_here = 0
         self._told_eager = False
         self._in_flight: _InFlight | None = None
-        # A step's numbers are read while the device computes the next. A CPU has computed them when it returns, and
-        # what may have to be done again, or differently, is known before the next.
+        # Read a step's numbers while the device computes the next step. A CPU has already computed them on return, and
+        # whatever may have to be redone or done differently is then known before the next step.
         self.runs_ahead = (
             mesh.device.type == "cuda"
             and config.fault.nonfinite == "skip"
@@ -185,7 +189,9 @@ class Training:
         self.commits.before_commit = self._settle_rows
 
     def _compare_with_first_weights(self, wants_stop: Callable[[], bool]) -> bool:
-        """A loss with a reference gets it, from where it was kept or from the first weights. Whether they are here."""
+        """Give a loss with a reference its reference values, cached or computed from the initial weights. Returns
+        whether they are available.
+        """
         config, program = self.job.config, self.program
         if not config.recipe.loss_facts.reference:
             return False
@@ -250,9 +256,9 @@ class Training:
         self.meter.start()
 
     def _read_late(self, step: int) -> bool:
-        """Whether the next step may be issued before it is known what this one did.
+        """Whether the next step may be issued before this one's results are read.
 
-        Not where its state is looked at or kept, and not for the first steps, which may be observed.
+        Not where its state is inspected or saved, and not for the first steps, which may be observed.
         """
         config = self.job.config
         last = step == config.recipe.steps
@@ -263,13 +269,13 @@ class Training:
         )
 
     def settle(self) -> None:
-        """Read what is still to be read of the last step that was issued."""
+        """Read the last issued step, if it has not been read yet."""
         if self._in_flight is not None:
             flight, self._in_flight = self._in_flight, None
             self._finish(flight, self.guard.judge(flight.step, flight.issued.read()))
 
     def _finish(self, flight: _InFlight, result: StepResult) -> None:
-        """All that follows from what a step did."""
+        """Do everything that follows from a step's results."""
         config, step = self.job.config, flight.step
         last = step == config.recipe.steps
         self.meter.stop()
@@ -288,7 +294,7 @@ class Training:
         if self.ledger is not None:
             self.ledger.add(step, flight.micro_batches)
         row = {**self.meter.row(step, result, flight.targets, flight.without_input), "attempt": self.attempt}
-        row["commit_wait_s"] = self.commits.take_waited()  # between this step and the one before
+        row["commit_wait_s"] = self.commits.take_waited()  # between the previous step and this one
         if self._evaluates(step):
             row.update(self._evaluate())
             self.patience.add(row["heldout_loss"])
@@ -296,7 +302,7 @@ class Training:
                 last = row[EARLY] = True
         row.update(self._compiled(step))
         if self.first_rank:
-            # What was predicted is a step of the whole batch.
+            # Predictions are for steps of the full batch.
             whole = self.loader.clock.at(step) == config.recipe.batch
             if whole and (measured := self.comparison.add(row)) is not None:
                 self.run.note_measured(measured)
@@ -305,16 +311,16 @@ class Training:
         self.commits.hear()
         self.commits.after_step(step, last, row.get("heldout_loss"))
         if vouched and self.mesh.device.type == "cpu":
-            # On a GPU what is committed may still be on its way to the host.
+            # On a GPU the copy to be committed may still be in flight to the host.
             self.corruption.confirm(step)
 
     def _evaluates(self, step: int) -> bool:
         return evaluates_after(step, self.job.config.recipe.steps, self.job.config.evaluate)
 
     def _compiled(self, step: int) -> dict[str, Any]:
-        """For the first row of a process: how long it compiled, and what was found in the cache.
+        """For a process's first metrics row: compile time, and what was found in the cache.
 
-        A rank that could not compile says so, once, in its log; the first rank to the user.
+        A rank that could not compile says so, once, in its log; the first rank also tells the user.
         """
         compiled = self.program.placed.compiled
         if compiled is None:
@@ -329,12 +335,12 @@ class Training:
         return {"compiled": {"seconds": compiled.seconds, **cache_counts()._asdict()}}
 
     def _before_update(self) -> None:
-        """Whatever has to be done before the weights change."""
+        """Everything that must happen before the weights change."""
         self.commits.hold_update()
         self.corruption.before_update()
 
     def _last_rows(self) -> list[dict[str, Any]]:
-        """Of the first rank's metrics, on every rank: all of them are to judge alike."""
+        """The first rank's last metrics rows, on every rank, so that all judge alike."""
         rows = read_rows(self.run.metrics) if self.first_rank else []
         kept = [row for row in rows if row["step"] <= self.done][-WINDOW:]
         few = [{name: row[name] for name in ("loss", "grad_norm")} for row in kept]
@@ -342,14 +348,16 @@ class Training:
         return told
 
     def _last_evaluations(self) -> list[float | None]:
-        """Of all evaluations so far, on every rank: all of them are to end alike."""
+        """The losses of all evaluations so far, on every rank, so that all stop alike."""
         rows = read_rows(self.run.metrics) if self.first_rank and self.job.config.evaluate.patience else []
         losses = [row["heldout_loss"] for row in rows if row["step"] <= self.done and "heldout_loss" in row]
         told: list[float | None] = json.loads(self.mesh.hosts.broadcast(json.dumps(losses)))
         return told
 
     def _settle_rows(self) -> None:
-        """Rows up to a commit must survive whatever the commit survives. Raises where there is no room for them."""
+        """Flush rows to disk: rows up to a commit must survive whatever the commit survives. Raises if there is no
+        room.
+        """
         if self.ledger is not None:
             self.ledger.flush()
         if self.first_rank:
@@ -358,7 +366,7 @@ class Training:
             self.stored_rows.add()
 
     def _counter(self) -> CollectiveCounter | None:
-        """The second step of this process is watched, where that is asked for, from its first message on."""
+        """Counts collectives in this process's second step, if asked for, from its first message on."""
         watching = self.job.config.run.observe and self.steps_here + 1 == OBSERVED_STEP
         return counter_of(self.step) if watching else None
 
@@ -370,7 +378,9 @@ class Training:
         return observed(self.step, batches, self.run.observed(self.mesh.rank), step, counter)
 
     def _evaluate(self) -> dict[str, Any]:
-        """For the row: the loss that the run is judged by and, where there are several, that of each validation set."""
+        """Metrics for the row: the loss that judges the run and, if there are several validation sets, the loss of
+        each.
+        """
         evaluate, recipe, placed = self.job.config.evaluate, self.job.config.recipe, self.program.placed
         if not self.loader.validation:
             return {"heldout_loss": None}
@@ -399,7 +409,7 @@ class Training:
 
 
 def _writes_samples(mesh: Mesh) -> bool:
-    """Whether it takes this rank to generate text: one copy of the model does, with all ranks that it is split over."""
-    if mesh.layout.ep > 1:  # experts may be spread over copies
+    """Whether this rank takes part in generating text: one replica of the model does, with all its ranks."""
+    if mesh.layout.ep > 1:  # experts may be spread over replicas
         return True
     return mesh.coords["dp"] == 0 and (mesh.coords["fsdp"] == 0 or mesh.layout.zero == 3)

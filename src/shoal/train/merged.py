@@ -1,4 +1,4 @@
-"""An adapter's weights beside what they stand by: merged into one network's, and DoRA's first lengths of rows."""
+"""Merge an adapter's weights into its base network's, and compute DoRA's initial row norms."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ AT_ONCE = 1 << 24
 
 
 def merged(checkpoint: Checkpoint, model: Model, base: Fill, state: str = "weight") -> Fill:
-    """W + alpha/rank · B·A, added up in at least fp32, with DoRA's lengths. ``model``: with adapters; ``base``: W.
+    """W + alpha/rank · B·A, summed in at least fp32, with DoRA's row norms. ``model``: with adapters; ``base`` fills W.
 
-    Of A and B each rank reads what its part of W is made of. ``state``: the adapters, or the average of them.
+    Each rank reads only what its part of W needs of A and B. ``state``: the adapters, or their average.
     """
     adapters = model.adapters
     assert adapters is not None
@@ -38,7 +38,7 @@ def merged(checkpoint: Checkpoint, model: Model, base: Fill, state: str = "weigh
             if plain:
                 _add(checkpoint, adapters, state, name, part, part.local)
                 continue
-            # A row's length is that of all of it.
+            # A row's norm covers the whole row.
             for start, rows in _rows(base, name, part, part.local.dtype):
                 whole = Slice(rows, part.global_shape, (first + start, 0))
                 wide = torch.promote_types(rows.dtype, torch.float32)
@@ -55,7 +55,7 @@ def merged(checkpoint: Checkpoint, model: Model, base: Fill, state: str = "weigh
 def _add(
     checkpoint: Checkpoint, adapters: Adapters, state: str, name: str, part: Slice, onto: Tensor
 ) -> None:
-    """To ``onto``, the values of a part of a weight."""
+    """Add the adapter's product for part of a weight to ``onto``."""
     (first, left), (rows, columns), path = part.offset, part.local.shape, name.removesuffix(".weight")
     into = torch.empty(adapters.rank, columns, dtype=checkpoint.dtype(state))
     out = torch.empty(rows, adapters.rank, dtype=into.dtype)
@@ -71,7 +71,7 @@ def _add(
 
 
 def with_lengths(others: Fill, base: Fill, model: Model, compute: torch.dtype) -> Fill:
-    """First adapters where lengths of rows are among them: those of the frozen weights, as these are computed with."""
+    """First adapters where they include row norms: those of the frozen weights in compute precision."""
 
     @torch.no_grad()
     def fill(slices: list[tuple[str, Slice]]) -> None:
@@ -90,7 +90,7 @@ def with_lengths(others: Fill, base: Fill, model: Model, compute: torch.dtype) -
 
 
 def in_nf4(base: Fill, model: Model) -> Fill:
-    """What ``base`` gives, as it is once packed in 4 bits."""
+    """What ``base`` fills in, after a round trip through 4-bit packing."""
     packed = {one.name for one in by_name(model.base).values() if is_packed(one)}
 
     @torch.no_grad()
@@ -110,7 +110,9 @@ def in_nf4(base: Fill, model: Model) -> Fill:
 
 
 def _rows(base: Fill, name: str, part: Slice, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Whole rows of a frozen weight, those that a part is of, some at a time; the first one's number in the part."""
+    """Whole rows of a frozen weight that overlap a part, a few at a time, each time with the first row's index in
+    the part.
+    """
     width, count = part.global_shape[-1], part.local.shape[0]
     step = max(1, AT_ONCE // width)
     for start in range(0, count, step):

@@ -1,8 +1,8 @@
-"""Muon: momentum, made orthogonal by Newton-Schulz's iteration, moves the matrices of the hidden layers.
+"""Muon: momentum, orthogonalised by Newton-Schulz iteration, updates the matrices of the hidden layers.
 
-The iteration is of the whole matrix in every layout (``parallel/whole_matrices.py``). AdamW has all else: embeddings,
-head, norms and biases, with a learning rate of its own. As torch's ``Muon`` with ``match_rms_adamw``: an update is as
-large as AdamW's would be, so learning rates and weight decay mean the same to both.
+The iteration runs on the whole matrix in every layout (``parallel/whole_matrices.py``). AdamW updates everything else
+(embeddings, head, norms and biases) with its own learning rate. Like torch's ``Muon`` with ``match_rms_adamw``: an
+update is as large as AdamW's would be, so learning rates and weight decay mean the same in both.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.train.adamw import AdamW
 from shoal.train.steered import SteeredOptimizer, wide
 
-# Of the quintic iteration: steep at zero, so that a few times are enough.
+# Of the quintic iteration: steep at zero, so that a few iterations suffice.
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 SMALLEST = 1e-7  # norm
-# An orthogonal matrix as AdamW's updates have it: the root of their mean square is about this.
+# Root mean square of AdamW's usual updates, to which orthogonal matrices are scaled.
 USUAL_RMS = 0.2
 
 
 class Muon(SteeredOptimizer):
-    """``adamw`` updates its own groups; ``dtype`` is what matrices travel and are made orthogonal in."""
+    """``adamw`` updates its own groups; ``dtype`` is that of matrices when they are sent and orthogonalised."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Muon(SteeredOptimizer):
         for weight in self.options:
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, requires_grad=False)
         if adamw is not None:
-            # One optimizer to all others: they set learning rates, and save and restore states.
+            # Acts as one optimizer for everything that sets learning rates or saves and restores states.
             adamw.state = self.state
             self.param_groups.extend(adamw.param_groups)
             adamw.start()
@@ -60,7 +60,7 @@ class Muon(SteeredOptimizer):
         self.whole.change(self.matrices, self._direction, orthogonal, self._move, self.dtype)
 
     def _direction(self, piece: Shard, where: slice, matrix: Matrix) -> Tensor:
-        """Nesterov's: where the momentum will be, from where it is with this gradient."""
+        """Nesterov momentum: the momentum as it will be after this gradient."""
         weight = piece.tensor
         decay = self.options[weight]["momentum"]
         buffer = self.state[weight]["momentum_buffer"].view(-1)[where]
@@ -79,7 +79,7 @@ class Muon(SteeredOptimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all 1: they come to lie between 0.7 and 1.2."""
+    """Approximately the nearest matrix whose singular values are all 1; they end up between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if tall else matrix

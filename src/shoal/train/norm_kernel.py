@@ -1,7 +1,7 @@
-"""The squares of many gradients, added up by one kernel on a GPU.
+"""The squares of many gradients, summed by one kernel on a GPU.
 
-torch's norm of a list takes a launch for every 300 MB and reaches half of the memory's rate: on an H200 2.4 ms for 2.7
-billion gradients in bf16, this 1.4.
+torch's norm of a list needs one launch per 300 MB and reaches half of the memory bandwidth: on an H200 2.4 ms for 2.7
+billion gradients in bf16; this kernel takes 1.4.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.models.in_triton import in_triton
 from shoal.train.adamw_kernel import EVEN, sent
 
-# Elements that a program takes at a time, how often, and its warps: the best of five that were measured.
+# Elements per program at a time, how often, and its warps: the best of five measured settings.
 BLOCK, ROUNDS, WARPS = 2048, 16, 4
 CHUNK = BLOCK * ROUNDS
 
@@ -23,7 +23,7 @@ Squares = Callable[[Sequence[Tensor]], Tensor]
 
 
 def summed_squares(gradients: Sequence[Tensor]) -> Tensor | None:
-    """In fp64, on their device; None where the kernel does not take them. Sums of a program are in fp32."""
+    """The sum in fp64, on their device; None if the kernel does not support them. Each program sums in fp32."""
     taken = all(one.is_cuda and one.dtype != torch.float64 and one.is_contiguous() for one in gradients)
     kernel = in_triton(_compiled) if taken else None
     if kernel is None:
@@ -33,7 +33,7 @@ def summed_squares(gradients: Sequence[Tensor]) -> Tensor | None:
 
 
 def table(gradients: Sequence[Tensor]) -> tuple[list[list[int]], list[int]]:
-    """Of each gradient: its address, its size, its first chunk; and whose every chunk is."""
+    """For each gradient its address, its size and its first chunk; and for every chunk the gradient it belongs to."""
     rows: list[list[int]] = []
     owners: list[int] = []
     for one in gradients:

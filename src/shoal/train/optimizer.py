@@ -1,4 +1,4 @@
-"""The optimizer and its groups of parameters; clipping; the loss scale of fp16; the learning rate of a step."""
+"""Build the optimizer and its parameter groups; gradient clipping; fp16 loss scaling; the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shoal.train.rounded_sgd import RoundedSGD
 from shoal.train.rounding import StochasticRounding
 from shoal.train.steered import SteeredOptimizer
 
-# As torch's own clipping has it.
+# The same as in torch's clipping.
 CLIP_EPS = 1e-6
-# Of a group: its learning rate as a share of the recipe's, whose schedule it follows.
+# A group's learning rate as a fraction of the recipe's, whose schedule it follows.
 LR_SHARE = "lr_share"
-# What matrices are made orthogonal in: as the network computes, but for fp16, whose range is too small
+# The dtype in which Muon orthogonalises matrices: the compute dtype, except for fp16, whose range is too small
 # (``facts.precision.orthogonal_width``).
 ORTHOGONAL = {
     "fp64": torch.float64,
@@ -40,9 +40,10 @@ ORTHOGONAL = {
 
 
 def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = None) -> torch.optim.Optimizer:
-    """Pieces with the same options are a group: norms and biases, the vectors, usually carry no weight decay.
+    """Build the optimizer. Pieces with the same options form a group: norms and biases, the vectors, usually have no
+    weight decay.
 
-    ``whole``: for those optimizers that see matrices as a whole (``facts.optimizers.WHOLE``).
+    ``whole``: for optimizers that work on whole matrices (``facts.optimizers.WHOLE``).
     """
     by_options: dict[tuple[Rule, float, float], list[Tensor]] = {}
     for piece in sorted(pieces, key=lambda piece: not piece.decayed):
@@ -53,7 +54,7 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
     for (rule, decay, share), weights in by_options.items():
         group = {"params": weights, "weight_decay": decay, "lr": lr * share, LR_SHARE: share}
         groups.setdefault(rule, []).append(group)
-    # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
+    # With many ranks, one may hold nothing: the rows of every parameter may all be on other ranks.
     rounding = StochasticRounding(pieces, recipe.seed) if recipe.rounds_by_chance else None
     nothing: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.empty(0))]}]
     adamw: AdamW | None = None
@@ -108,7 +109,7 @@ def _sgd(
 
 
 def _options(piece: Shard, recipe: Recipe) -> tuple[Rule, float, float]:
-    """What decides in which group a piece is: its rule, its weight decay, its share of the learning rate."""
+    """What decides a piece's group: its rule, its weight decay, and its fraction of the learning rate."""
     name, dimensions = piece.name, len(piece.box.whole)
     rule = rule_of(recipe.optimizer, name, dimensions)
     return rule, recipe.decay_of(name, dimensions), recipe.lr_share(name, dimensions)
@@ -120,12 +121,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update leaves the network's working copies up to date."""
+    """Whether an update also writes the network's working copies."""
     return isinstance(optimizer, AdamW) and optimizer.writes_copies
 
 
 def start_momentum(optimizer: torch.optim.Optimizer, pieces: list[Shard]) -> None:
-    """From nothing. Torch would make it in the first update, and leave it without values if that is refused."""
+    """Start momentum at zero. Torch would create it in the first update, and leave it uninitialised if that update
+    is refused.
+    """
     for piece in pieces:
         begun = (
             torch.zeros_like(piece.tensor) if piece.filed is None else piece.filed.begin("momentum_buffer")
@@ -134,7 +137,7 @@ def start_momentum(optimizer: torch.optim.Optimizer, pieces: list[Shard]) -> Non
 
 
 def start_filed(adamw: AdamW, pieces: list[Shard]) -> None:
-    """From nothing, the moments of pieces whose states rest in files: a first update would take memory for them."""
+    """Start the moments of pieces in files at zero: torch would allocate memory for them in the first update."""
     for piece in pieces:
         if piece.filed is not None:
             adamw.state[piece.tensor]["step"] = torch.zeros(())
@@ -143,26 +146,26 @@ def start_filed(adamw: AdamW, pieces: list[Shard]) -> None:
 
 
 def unscale(pieces: list[Shard], scale: float) -> None:
-    """Take the loss scale off the gradients."""
+    """Divide the gradients by the loss scale."""
     if scale != 1.0:
         for piece in pieces:
             gradient(piece).div_(scale)
 
 
 def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
-    """The squares of these gradients, in fp64 on their device, for which the host does not wait.
+    """The sum of squares of these gradients, in fp64 on their device, without synchronising.
 
-    Added up in at least fp32: torch's own total has the gradients' precision.
+    Accumulated in at least fp32: torch's own total has the gradients' dtype.
     """
-    squares = [piece.squares for piece in pieces if piece.squares is not None]  # of those that have left
+    squares = [piece.squares for piece in pieces if piece.squares is not None]  # of gradients that have left
     gradients = [gradient(piece) for piece in pieces if piece.squares is None]
-    # What the host adds up is measured there.
+    # Gradients accumulated on the host are measured there.
     for here in (True, False):
         some = [one for one in gradients if (one.device == device) == here]
         if some:
             squares.append(_squares(some).to(device))
     if not squares:
-        # Torch's total would be on the CPU, and its way to the device a moment at which the host waits.
+        # Torch's empty total would be on the CPU, and moving it to the device would synchronise.
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
@@ -179,7 +182,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def refuses(norm: Tensor, most: float) -> Tensor:
-    """Whether gradients of this norm do not reach the weights, decided where the norm is."""
+    """Whether gradients of this norm are refused, decided on the norm's device."""
     return ~(torch.isfinite(norm) & (norm <= most))
 
 
@@ -191,13 +194,13 @@ def clip_and_update(
     most: float,
     step: int = 0,
 ) -> None:
-    """Update with gradients whose norm, over all ranks, is ``norm``, clipped to ``limit`` (0: not at all).
+    """Update with gradients whose norm over all ranks is ``norm``, clipped to ``limit`` (0: no clipping).
 
-    ``step`` numbers the update: what is rounded stochastically draws by it.
+    ``step`` numbers the update: stochastic rounding draws from it.
 
-    Where the norm is not finite, or above ``most``, weights and states are left alone. That is decided on the device,
-    so that the host need not wait for it: torch's fused optimizers divide gradients by ``grad_scale``, in the pass that
-    updates, and do nothing where ``found_inf`` is 1. So does its GradScaler tell them.
+    If the norm is not finite, or above ``most``, weights and states stay unchanged. The device decides that, so the
+    host does not synchronise: torch's fused optimizers divide gradients by ``grad_scale`` in the pass that updates, and
+    do nothing where ``found_inf`` is 1. torch's GradScaler uses the same interface.
     """
     steered: Any = optimizer
     refused = refuses(norm, most)
@@ -206,7 +209,7 @@ def clip_and_update(
         rounding.step = step
     if limit and pieces:
         if pieces[0].tensor.dtype == torch.float64:  # a scale is fp32, too coarse for it
-            # Gradients that are refused stay as they are: they tell whose fault it is.
+            # Refused gradients stay as they are: they show which rank is at fault.
             sound = torch.where(refused, 0.0, norm)
             torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, sound)
         else:
@@ -216,10 +219,11 @@ def clip_and_update(
 
 @dataclass
 class LossScale:
-    """fp16's small gradients vanish unless the loss is scaled up. Halved on overflow, doubled after a quiet while.
+    """The loss scale of fp16, without which small gradients underflow. Halved on overflow, doubled after a run of steps
+    without one.
 
-    torch's GradScaler keeps the same two numbers but unscales on its own, apart from clipping, and its verdict on
-    overflow is a rank's; ours comes from the summed gradients' norm, which is every rank's.
+    torch's GradScaler keeps the same two numbers, but unscales separately from clipping, and decides about overflow per
+    rank; ours decides from the norm of the reduced gradients, which every rank shares.
     """
 
     value: float = 1.0
@@ -242,16 +246,18 @@ class LossScale:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """The rate of update number ``step``, from 1. Warm-up rises linearly and reaches the peak at its last step."""
+    """The learning rate of update number ``step``, from 1. Warm-up is linear and reaches the peak at its last step."""
     warmup = recipe.warmup_steps
     if step <= warmup:
-        return recipe.peak_lr * (step / warmup)  # in this order the last is the peak exactly
+        return recipe.peak_lr * (step / warmup)  # in this order of operations the last is exactly the peak
     floor = recipe.lr_min
     return recipe.peak_lr * (floor + (1 - floor) * _shape(recipe, step - warmup, recipe.steps - warmup))
 
 
 def _shape(recipe: Recipe, step: int, steps: int) -> float:
-    """From 1 at the end of the warm-up to 0 at the end of the run, for step in 1..steps."""
+    """The schedule's factor for ``step`` in 1..``steps``: from 1 at the end of the warm-up to 0 at the end of the
+    run.
+    """
     if recipe.schedule == "constant":
         return 1.0
     if recipe.schedule == "wsd":  # warm-up, stable, decay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Keys of an attempt's store: the step that it began from, and after which step commits are in doubt.
+# Keys of an attempt's store: the step it resumed from, and the step after which commits are in doubt.
 RESUMED, TRUSTED = "resumed", "trusted"
 
 
@@ -13,4 +13,4 @@ class Outcome:
     """How a rank's work ended."""
 
     stopped: bool  # on request, before the last step
-    step: int  # the last one done
+    step: int  # the last completed step

@@ -35,16 +35,16 @@ from shoal.train.in_backward import UpdatesInBackward
 from shoal.train.reference import Reference, ReferenceStore
 from shoal.train.step import Step
 
-BACKEND = "inductor"  # of torch.compile
+BACKEND = "inductor"  # for torch.compile
 
 
 class Program:
-    """Data, the placed network, its optimizer and the step that moves it."""
+    """Data, the placed network, its optimizer and the step that runs it."""
 
     def __init__(
         self, job: Job, data: Collection, mesh: Mesh, fill: Fill, files: Files | None = None
     ) -> None:
-        """``files``: for what the layout offloads ``@nvme``."""
+        """``files``: storage for what the layout offloads ``@nvme``."""
         config, recipe = job.config, job.config.recipe
         self.job, self.mesh = job, mesh
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
@@ -58,18 +58,20 @@ class Program:
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Inside, the network has the weights that are to be evaluated: its own, or their average."""
+        """Inside the context, the network has the weights to evaluate: its own, or their average."""
         average = self.step.average
         if average is None or not self.job.config.evaluate.ema:
             return nullcontext()
         return average.in_use(self.placed)
 
     def positions(self, step: int) -> list[range]:
-        """This rank's places in the global batch of a step, one range a micro-batch."""
+        """This rank's places in the global batch of a step, one range per micro-batch."""
         return self.job.layout.positions(self.loader.clock.at(step), self.mesh.data_index)
 
     def reference(self, first: int, last: int, most: int, store: ReferenceStore | None = None) -> Reference:
-        """What the loss of these steps, and of ``most`` samples of each validation set, compares with, if anything."""
+        """What the loss of these steps, and of ``most`` samples of each validation set, is compared with, if
+        anything.
+        """
         wanted: list[tuple[AnySamples, Sequence[int]]] = []
         if self.job.config.recipe.loss_facts.reference:
             wanted.append((self.loader.samples, self.loader.used_in(first, last)))
@@ -77,19 +79,19 @@ class Program:
         return Reference(wanted, self.job.config.recipe, self.mesh, store)
 
     def compute_reference(self, reference: Reference, wants_stop: Callable[[], bool] = lambda: False) -> bool:
-        """With the first weights in the network. Whether it got to the end, and was not asked to stop."""
+        """Compute it with the initial weights in the network. Returns whether it finished without being stopped."""
         at_once = self.job.layout.accumulation(self.job.config.recipe.batch)
         return reference.compute(self.placed, self.micro, at_once, wants_stop)
 
     def own_targets(self, batches: list[Batch]) -> int:
-        """What this rank adds to the step's number of targets: rows that several ranks work on count once."""
+        """This rank's part of the step's number of targets: rows shared by several ranks count once."""
         return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
 
 
 def blueprint(model: Model, recipe: Recipe) -> Network:
     """The whole network on the meta device, where it takes no memory."""
     compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
-    # Means over the global batch, so that losses of its parts only need adding.
+    # Divided by the global batch's size, so that losses of its parts only need to be summed.
     router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
     network = build(
         model,
@@ -118,7 +120,7 @@ def assemble(
     compile_with: str | None = None,
     files: Files | None = None,
 ) -> Step:
-    """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
+    """Place the network and build its optimizer: all of a rank's computation, whatever the data."""
     placed = apply(
         network,
         mesh,
@@ -152,27 +154,27 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # a precision of products; what lies between them is bf16
-    "int8": torch.bfloat16,  # a precision of moments; weights beside them are bf16
+    "fp8": torch.bfloat16,  # only matmuls are fp8; everything between them is bf16
+    "int8": torch.bfloat16,  # only moments are int8; their weights are bf16
 }
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype:
-    """Of activations and, where they are used, of weights."""
+    """The dtype of activations, and of weights when they are used."""
     return DTYPES[recipe.precision]
 
 
 def float8_scaling(recipe: Recipe) -> Scaling | None:
-    """How operands of products are scaled; None: products are in the compute precision."""
+    """How operands of matmuls are scaled; None: matmuls run in the compute precision."""
     return recipe.fp8 if recipe.precision == "fp8" else None
 
 
 def parameter_dtype(recipe: Recipe) -> torch.dtype:
-    """Of weights and optimizer states at rest; fp64 is a reference and keeps everything in it."""
+    """The dtype of stored weights and optimizer states; fp64 is a reference and uses it for everything."""
     return torch.float64 if recipe.precision == "fp64" else DTYPES[recipe.states]
 
 
 def reduce_dtype(recipe: Recipe) -> torch.dtype | None:
-    """Of gradients on their way between ranks; None where that is how they are."""
+    """The dtype of gradient reductions; None keeps the gradients' own."""
     wanted = torch.float64 if recipe.precision == "fp64" else DTYPES[recipe.reduce]
     return None if wanted == parameter_dtype(recipe) else wanted

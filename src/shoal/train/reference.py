@@ -1,12 +1,13 @@
-"""The reference of a loss that compares with the first weights: the log-probability of every answer under them.
+"""The reference log-probabilities of answers under the initial weights, for losses that compare with them.
 
-It is computed once, before the first step, and kept: eight bytes a row. A frozen copy of the network beside the one
-that is trained would give the same numbers, and take as much memory as its parameters on every rank and a third forward
-pass a step; a prediction of memory, traffic and time would have to know both. Computed by the network that is about to
-be trained, with its first weights, it is right in every layout, and a step costs what it costs without a reference.
+They are computed once, before the first step, and kept: eight bytes per row. A frozen copy of the network would give
+the same numbers, but cost its parameters' memory on every rank and a third forward pass in every step, and predictions
+of memory, traffic and time would have to model both. Computed by the network that is about to be trained, with its
+initial weights, they are right in every layout, and a step costs nothing extra.
 
-The run keeps it in its directory, for resuming, and the data's cache for other runs of the same first weights on the
-same data. An interrupted pass goes on where it was. Only the first rank reads and writes; the others are told.
+The run keeps them in its directory for resumes, and the data cache keeps them for other runs with the same initial
+weights and data. An interrupted pass continues where it stopped. Only the first rank reads and writes; it broadcasts to
+the others.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from shoal.train.fingerprint import weights_fingerprint
 from shoal.train.step import micro_batch
 
 FOLDER = "reference"
-WEIGHTS = "weights"  # the file that says whose it is
-# Between two writes, how often a pipeline is filled: an interrupted pass goes on from the last.
+WEIGHTS = "weights"  # the file that names the initial weights
+# Pipeline fills between two writes: an interrupted pass continues from the last write.
 PASSES = 16
-# What the numbers depend on, beside weights and tokens; not the layout, but for rounding.
+# What the numbers depend on besides weights and tokens; the layout matters only for rounding.
 RECIPE = {"seq", "precision", "fp8", "states"}
 
 
 @dataclass(frozen=True)
 class ReferenceStore:
-    """Where log-probabilities are kept: the run's own directory, and one that other runs read too, if any."""
+    """Where log-probabilities are kept: the run's directory, and a directory shared with other runs, if any."""
 
     run: Path
     shared: Path | None
-    weights: str  # which first weights, for the shared one
+    weights: str  # identity of the initial weights, for the shared directory
 
     @staticmethod
     def of(job: Job, run: Path) -> ReferenceStore:
@@ -56,7 +57,7 @@ class ReferenceStore:
         return ReferenceStore(run / FOLDER, shared, weights or "")
 
     def read(self, samples: PairSamples, recipe: Recipe) -> np.ndarray:
-        """All rows of these samples, NaN where nothing is known."""
+        """All rows of these samples, NaN where unknown."""
         for path in self._paths(samples, recipe):
             found = _read(path, len(samples))
             if found is not None:
@@ -64,7 +65,7 @@ class ReferenceStore:
         return np.full(len(samples), math.nan)
 
     def check_weights(self) -> None:
-        """To be asked before more is computed: what a run compares with is one network's, to its end."""
+        """Call before computing more: a run must compare with the same weights to its end."""
         try:
             then = (self.run / WEIGHTS).read_text(encoding="utf-8")
         except OSError:
@@ -92,19 +93,19 @@ class ReferenceStore:
 
 
 def weights_identity(job: Job) -> str | None:
-    """Which weights a run begins with; None where that cannot be told."""
+    """The identity of the weights a run begins with; None if it is unknown."""
     origin, shape = job.config.model.init_from, job.model.model_dump(mode="json")
     if origin is None:
         return _digest(["hashed", job.config.recipe.seed, shape])
     checkpoints = Path(origin).expanduser() / "checkpoints"
-    if checkpoints.is_dir():  # a run, which may have got further since it was last asked
+    if checkpoints.is_dir():  # a run, which may have progressed since
         origin = str(checkpoints / step_name(newest_sound(checkpoints.parent).step))
     found = weights_fingerprint(origin)
     return None if found is None else _digest([found, shape])
 
 
 class Reference:
-    """The reference of some rows: what is known of it, and the rest of it, once it is computed."""
+    """The reference of some rows: what is known of it, and the rest once it is computed."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Reference:
         mesh: Mesh,
         store: ReferenceStore | None,
     ) -> None:
-        """``wanted``: of each samples the numbers that will be asked for. All ranks ask alike."""
+        """``wanted``: for each set of samples the indices that will be asked for, the same on all ranks."""
         self.recipe, self.mesh, self.store = recipe, mesh, store
         self._missing: list[tuple[PairSamples, np.ndarray]] = []
         for samples, numbers in _parts(wanted):
@@ -126,7 +127,7 @@ class Reference:
 
     @property
     def missing(self) -> int:
-        """How many rows are still to be computed, with the first weights in the network."""
+        """How many rows still have to be computed, with the initial weights in the network."""
         return sum(len(numbers) for _, numbers in self._missing)
 
     def compute(
@@ -134,7 +135,7 @@ class Reference:
     ) -> bool:
         """``at_once`` micro-batches of ``micro`` rows fill a pipeline. All ranks run equally many.
 
-        Whether it got to the end, and was not asked to stop.
+        Returns whether it finished without being stopped.
         """
         block = PASSES * self.mesh.layout.data_ranks * micro * at_once
         for samples, numbers in self._missing:
@@ -154,9 +155,9 @@ class Reference:
     ) -> list[float]:
         mesh, index, ranks = self.mesh, self.mesh.data_index, self.mesh.layout.data_ranks
         places = np.arange(len(numbers) + -len(numbers) % (ranks * micro))
-        mine = places.reshape(-1, ranks, micro)[:, index]  # of each pass, this rank's rows
+        mine = places.reshape(-1, ranks, micro)[:, index]  # this rank's rows of each pass
         found = np.zeros(len(places))
-        # Of ranks that compute the same, one speaks.
+        # Of ranks that compute the same, only one contributes.
         speaks = mesh.coords["tp"] == 0 and mesh.coords["cp"] == 0
         for first in range(0, len(mine), at_once):
             groups = mine[first : first + at_once]
@@ -175,7 +176,7 @@ class Reference:
 
 
 def _parts(wanted: Iterable[tuple[AnySamples, Sequence[int]]]) -> Iterator[tuple[PairSamples, np.ndarray]]:
-    """Each data set by itself, with its own numbers."""
+    """Each data set separately, with its own indices."""
     for samples, numbers in wanted:
         each, first = np.unique(np.asarray(numbers, dtype=np.int64)), 0
         for part in samples.parts if isinstance(samples, JoinedSamples) else [samples]:
@@ -189,7 +190,7 @@ def _read(path: Path, rows: int) -> np.ndarray | None:
         content = path.read_bytes()
     except OSError:
         return None
-    # What is damaged is computed again.
+    # Damaged files are computed again.
     if len(content) != 32 + 8 * rows or blake3(content[32:]).digest() != content[:32]:
         return None
     return np.frombuffer(content[32:], dtype="<f8").copy()

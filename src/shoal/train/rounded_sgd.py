@@ -1,4 +1,4 @@
-"""SGD of bf16 weights that are rounded stochastically; torch's own rounds to nearest."""
+"""SGD for bf16 weights with stochastic rounding; torch's SGD rounds to nearest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from shoal.train.steered import SteeredOptimizer, wide, with_gradients
 
 
 class RoundedSGD(SteeredOptimizer):
-    """With momentum, which is rounded to nearest: a step changes much of it. Weight decay adds to the gradient, as in
-    torch's."""
+    """With momentum, which is rounded to nearest because a step changes much of it. Weight decay is added to the
+    gradient, as in torch.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=0.0)
@@ -25,7 +26,7 @@ class RoundedSGD(SteeredOptimizer):
                 self._move(weight, part, group)
 
     def _move(self, weight: Tensor, part: slice, group: dict[str, Any]) -> None:
-        """Sums and products by themselves, as in AdamW: the same bits wherever a layout cuts."""
+        """Adds and multiplies are separate, as in AdamW, so that bits do not depend on where a layout cuts."""
         buffer = self.state[weight].get("momentum_buffer")
         value = wide(weight.view(-1)[part])
         change = self.gradient(weight, part) + value * group["weight_decay"]

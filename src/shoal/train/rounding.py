@@ -1,9 +1,9 @@
-"""Stochastic rounding to bf16: up or down by chance, so that on average nothing is lost (``recipe.rounding``).
+"""Stochastic rounding to bf16: up or down at random, so that the expected value is exact (``recipe.rounding``).
 
 A weight's update is often smaller than half of bf16's spacing, 2^-8 of the weight: rounded to nearest, it would be lost
-every time. The chance is a hash of (seed, number of the step, name of the parameter, index in the whole parameter). So
-the same bits are drawn however a layout cuts the parameter, and a resume needs nothing stored. One hash has 64 bits:
-16 for the weight and 16 for each of AdamW's moments.
+every time. The random bits are a hash of (seed, step number, parameter name, index in the whole parameter), so they are
+the same however a layout cuts the parameter, and a resume needs no stored state. One hash has 64 bits: 16 for the
+weight and 16 for each of AdamW's moments.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from shoal.facts.optimizers import ROUNDED_ELEMENTS
 from shoal.models.random import bits, key
 from shoal.parallel.shards import Shard
 
-# Which 16 bits of a hash are whose.
+# Which 16 bits of a hash belong to which value.
 WEIGHT, MEAN, SQUARE = range(3)
-# A narrow value is the upper half of a wide one.
+# A bf16 value is the upper half of an fp32 one.
 HALF = 16
 UPPER = -(2**HALF)
 
 
 class Place(NamedTuple):
-    """Where elements of a box are in the whole parameter, by three dimensions: element i of the box is at (i / run,
-    i % run / row, i % run % row)."""
+    """Where a box's elements are in the whole parameter, in three dimensions: element i of the box is at (i / run, i
+    % run / row, i % run % row).
+    """
 
     run: int
     row: int
     run_stride: int
     row_stride: int
-    first: int  # index in the whole of the box's first element
-    one_matrix: bool  # no stack of several
+    first: int  # index in the whole parameter of the box's first element
+    one_matrix: bool  # a single matrix, not a stack
 
     @classmethod
     def of(cls, box: Box) -> Place:
@@ -51,27 +52,27 @@ class Place(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether elements that follow each other in the box do so in the whole."""
+        """Whether consecutive elements of the box are consecutive in the whole."""
         return self.row == self.row_stride and (self.run == self.run_stride or self.one_matrix)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The chances of a piece's elements in one update."""
+    """The random bits of a piece's elements in one update."""
 
     key: int
     place: Place
-    start: int  # the first element, as a number in the box
+    start: int  # the first element, as an index in the box
 
     def after(self, elements: int) -> Noise:
         return replace(self, start=self.start + elements)
 
     def drawn(self, count: int, device: torch.device) -> Tensor:
-        """64 bits for each of the first so many elements."""
+        """64 bits for each of the first ``count`` elements."""
         return bits(self.key, self._index(count, device))
 
     def _index(self, count: int, device: torch.device) -> Tensor:
-        """Of elements in the whole parameter."""
+        """Indices of elements in the whole parameter."""
         place = self.place
         index = torch.arange(self.start, self.start + count, device=device)
         if not place.contiguous:
@@ -84,7 +85,7 @@ class Noise:
 
 
 class StochasticRounding:
-    """The chances of all pieces of a rank; ``step`` numbers the update."""
+    """The random bits for all pieces of a rank; ``step`` numbers the update."""
 
     def __init__(self, pieces: list[Shard], seed: int) -> None:
         self.seed, self.step = seed, 0
@@ -96,27 +97,27 @@ class StochasticRounding:
 
 
 def parts(size: int, most: int = ROUNDED_ELEMENTS) -> Iterator[slice]:
-    """So few elements at a time that what is computed on the way is next to nothing."""
+    """Slices of so few elements that temporaries take almost no memory."""
     for start in range(0, size, most):
         yield slice(start, min(start + most, size))
 
 
 def round_(wide: Tensor, drawn: Tensor, whose: int) -> Tensor:
-    """fp32 values become, in place, one of the two bf16 values around them; those that are bf16 already stay."""
+    """Round fp32 values in place to one of the two nearest bf16 values; exact bf16 values stay."""
     chance = (drawn >> (HALF * whose)).bitwise_and_(2**HALF - 1)
-    # The magnitude is the lower bits of a float: a carry makes it larger, up to infinity, whatever the sign.
+    # A float's lower bits are its magnitude: a carry makes it larger, up to infinity, whatever the sign.
     wide.view(torch.int32).add_(chance).bitwise_and_(UPPER)
     return wide
 
 
 def settle_rounded(old: Tensor, new: Tensor, drawn: Tensor, whose: int, refused: Tensor) -> None:
-    """Let bf16 values become ``new``, fp32 values that are used up by it, unless the update is refused."""
+    """Set bf16 values to ``new``, unless the update is refused. ``new`` (fp32) is overwritten."""
     old.copy_(torch.where(refused, old, round_(new, drawn, whose)))
 
 
 def settle_weight(old: Tensor, new: Tensor, noise: Noise, refused: Tensor) -> None:
-    """The same of a weight's elements, a few at a time."""
+    """The same for a weight's elements, a few at a time."""
     for part in parts(old.numel()):
         drawn = noise.after(part.start).drawn(part.stop - part.start, old.device)
         settle_rounded(old[part], new[part], drawn, WEIGHT, refused)
-        del drawn  # before the next
+        del drawn  # before the next allocation

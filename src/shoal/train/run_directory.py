@@ -38,24 +38,24 @@ from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage, 
 from shoal.train.files import read_rows, replace_text
 from shoal.train.fingerprint import weights_fingerprint
 
-# Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
+# Where the data came from. Its hash says what it is, so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
-# How long a run is.
+# The length of a run.
 LENGTH = {"recipe.steps", "recipe.decay"}
 SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
-# Of the last row of a run that ended before its last step.
+# In the last row of a run that ended before its last step.
 EARLY = "ended_early"
-# The folder of a job that was written for it and may not have begun: launch/jobs.
+# The directory of a job that was written for the run and may not have started: launch/jobs.
 JOB = "job"
-# What the only machine of a run is called.
+# The node name of a run's only machine.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
 WEIGHTS, WEIGHTS_HASH = "model.init_from", "model.init_from (hash of samples of its weights)"
 
 
 def identity(job: Job, dataset: str) -> dict[str, Any]:
-    """The recipe, the data and the origin of the weights: what a resume must have in common with its beginning."""
+    """The recipe, the data and the origin of the weights: what a resume must share with the run's start."""
     config = job.config
     recipe = resolved_recipe(config.recipe)
     found = {
@@ -70,14 +70,14 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         WEIGHTS_HASH: weights_fingerprint(config.model.init_from),
     }
     if config.model.lora is not None:
-        # What is frozen is in no checkpoint: whence the adapters came is part of what they are.
+        # Frozen weights are in no checkpoint, so where the adapters came from is part of their identity.
         found["model.lora.init_from"] = config.model.lora.init_from
     # It goes into every checkpoint.
     return {key: redact_values(value) for key, value in found.items()}
 
 
 def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe in one spelling: spans in steps, and the length of the run in steps alone."""
+    """The recipe in canonical form: spans in steps, and the run's length only in steps."""
     values = recipe.model_dump(mode="json", exclude={"tokens", "epochs"})
     return {**values, "warmup": recipe.warmup_steps, "decay": recipe.decay_steps}
 
@@ -86,7 +86,7 @@ class RunDirectory:
     """``runs/NAME``: config, plan, metrics, checkpoints, logs."""
 
     def __init__(self, path: Path, node: str = ALONE) -> None:
-        """``node``: what this machine is called, where several share the directory."""
+        """``node``: this machine's name, if several share the directory."""
         self.path, self.node = path, node
         self.config = path / "config.toml"
         self.plan = path / "plan.json"
@@ -103,7 +103,7 @@ class RunDirectory:
         self.profile = path / "profile.json"
         self.profiles = path / "profile"
         self._disk: CheckpointStorage | None = None
-        self.extending = False  # more steps than it began with are no other run
+        self.extending = False  # more steps than at the start do not make it another run
 
     def observed(self, rank: int) -> Path:
         """Where a rank writes what was observed of it."""
@@ -111,7 +111,7 @@ class RunDirectory:
         return self.path / "observed" / f"rank-{rank:05d}.json"
 
     def trace(self, rank: int) -> Path:
-        """A rank's profiled step, which Perfetto opens."""
+        """A rank's profiled step, to open in Perfetto."""
         return self.profiles / f"rank-{rank:05d}.trace.json.gz"
 
     def log(self, rank: int) -> Path:
@@ -119,26 +119,28 @@ class RunDirectory:
 
     @cached_property
     def flights(self) -> Path:
-        """Of one machine in the directory; of several on each of them, where its only readers are."""
+        """Flight recorders: in the directory for a single machine; otherwise on each machine, where their only
+        readers are.
+        """
         alone = self.node == ALONE or self.id == UNKNOWN
         return self.path / ".flight" if alone else flight_place(self.id, self.node)
 
     def forget_flights(self) -> None:
-        """Once no rank runs here any more."""
+        """Remove them, once no rank runs here any more."""
         if self.node != ALONE and self.id != UNKNOWN:
             forget_flights(self.id, self.node)
 
     def flight(self, rank: int) -> Path:
-        """Where a rank records what it does, to be read when it no longer answers."""
+        """Where a rank records what it does, to be read when it no longer responds."""
         return self.flights / f"rank-{rank:05d}"
 
     def stack_dump(self, rank: int) -> Path:
-        """Where a rank writes its stacks when it is told to."""
+        """Where a rank writes its stacks on request."""
         return self.flights / f"rank-{rank:05d}.stacks"
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Create the directory, for its owner's eyes only, and hold it: two live runs cannot share one."""
+        """Create the directory, accessible to its owner only, and lock it: two live runs cannot share one."""
         with self.held_by_us() as ours:
             if not ours:
                 raise BadInput(
@@ -149,9 +151,9 @@ class RunDirectory:
 
     @contextmanager
     def held_by_us(self) -> Iterator[bool]:
-        """As ``held``, but false where another process holds it.
+        """Like ``held``, but yields false if another process holds the lock.
 
-        The lock goes with the process that holds it, however that ends, so no stale one is ever left.
+        The lock goes away with the process that holds it, however it ends, so no stale lock is ever left.
         """
         lock = self.path / ".lock"
         try:
@@ -180,7 +182,7 @@ class RunDirectory:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """While a launcher lives there is a file that says so. One that it found there tells of one that was lost."""
+        """Keep a file that says a launcher is alive. One found at the start belongs to a launcher that was lost."""
         marker = self.path / ".alive"
         if marker.exists():
             with contextlib.suppress(OSError, ValueError):
@@ -201,22 +203,22 @@ class RunDirectory:
             self.no_longer_alive()
 
     def no_longer_alive(self) -> None:
-        """Who holds it ends, and knows why."""
+        """The launcher is about to end and knows why: remove the file."""
         (self.path / ".alive").unlink(missing_ok=True)
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to continue, or to lose."""
+        """Whether there is anything to resume, or to lose."""
         if self.step():
             return True
-        # One whole row is enough to know; the file may have a million.
+        # One whole row is enough; the file may have a million.
         if not self.metrics.exists():
             return False
         with self.metrics.open("rb") as file:
             return file.readline().endswith(b"\n")
 
     def check_place(self) -> None:
-        """Refuse a place that holds something else than a run; nothing is created or changed."""
+        """Refuse a path that holds something other than a run; creates and changes nothing."""
         if not self.path.exists():
             return
         signs = (self.path / ".lock", self.config, self.checkpoints, self.path / JOB)
@@ -227,34 +229,34 @@ class RunDirectory:
             raise BadInput(f"{self.path} holds weights that shoal checkpoint import wrote, and no run", fix)
 
     def finished(self, steps: int, commits: bool) -> bool:
-        """Whether all steps are done; in a run that commits nothing the metrics are the only witness."""
+        """Whether all steps are done; in a run without commits, judged by the metrics alone."""
         if commits or self.step() >= steps:
             return self.step() >= steps
         rows = read_rows(self.metrics)
         return bool(rows) and rows[-1]["step"] >= steps
 
     def ended_early(self, commits: bool) -> int | None:
-        """The step after which the run ended because its validation loss no longer fell; None: it did not."""
+        """The step after which the run ended because its validation loss stopped falling; None if it did not."""
         rows = read_rows(self.metrics)
         step = int(rows[-1]["step"]) if rows and rows[-1].get(EARLY) else None
         return step if step is not None and (self.step() >= step or not commits) else None
 
     def keep_in(self, to: str | None) -> None:
-        """Where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""
+        """Set where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""
         self._disk = self._place(to)
 
     def check_reachable(self) -> None:
-        """Refuse a place for checkpoints that is on no disk and cannot be used."""
+        """Refuse a checkpoint location that is not on disk and cannot be used."""
         if isinstance(self.disk, ObjectStore):
             self.disk.check()
 
     @property
     def disk(self) -> CheckpointStorage:
-        """Where checkpoints lie: in the directory, or on an object store."""
+        """Where checkpoints are stored: in the directory, or in an object store."""
         return self._disk or self._disk_before()
 
     def _disk_before(self) -> CheckpointStorage:
-        """Where the run that is here has put them."""
+        """Where the existing run has put them."""
         try:
             content = parse_toml(read_settings(self.config))
             return self._place(content.get("checkpoint", {}).get("to"))
@@ -262,7 +264,7 @@ class RunDirectory:
             return self._place(None)
 
     def _place(self, to: str | None) -> CheckpointStorage:
-        """On a store a run has the name of its directory, so that it is found there with the directory lost."""
+        """A run has its directory's name in a store, so it can be found there even if the directory is lost."""
         return (
             DirectoryStorage(self.checkpoints)
             if to is None
@@ -270,13 +272,13 @@ class RunDirectory:
         )
 
     def memory(self) -> DirectoryStorage:
-        """Where this machine keeps the last states in its memory."""
+        """Where this machine keeps the latest states in memory."""
         return memory_place(self.id, self.node)
 
     def adopt_memory(self) -> None:
-        """Make this machine's own what it keeps under another name: it was alone before, or one of several nodes.
+        """Take over what this machine keeps in memory under another name: it was alone before, or one of several nodes.
 
-        Only the leader calls this: a run on one machine has no other node, and of several nodes none is alone.
+        Only the leader calls this: a run on one machine has no other nodes, and on several nodes none is alone.
         """
         mine = self.memory()
         for other in other_places(self.id, self.node):
@@ -288,30 +290,30 @@ class RunDirectory:
             shutil.rmtree(other.path, ignore_errors=True)
 
     def forget_memory(self) -> None:
-        """Once all is on disk."""
+        """Free the memory, once everything is on disk."""
         forget(self.id)
 
     @property
     def id(self) -> str:
-        """Drawn when the run began: other than its path, no other run ever has it."""
+        """Drawn when the run began and, unlike its path, never used by another run."""
         try:
             return str(read_json(self.manifest)["id"])
         except (OSError, ValueError, KeyError, TypeError):
             return UNKNOWN
 
     def model(self) -> Model | None:
-        """What the run was last started with; None where that is not known."""
+        """The model the run was last started with; None if unknown."""
         try:
             return Model.model_validate(read_json(self.manifest)["model"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def step(self) -> int:
-        """The last step that is safe: on disk or in memory; 0 before the first."""
+        """The last saved step, on disk or in memory; 0 before the first."""
         return max([*self.disk.committed(), *self.memory().committed()], default=0)
 
     def check_continues(self, job: Job, dataset: str) -> None:
-        """Refuse a job whose model, data or recipe differs from that of the run which is here."""
+        """Refuse a job whose model, data or recipe differs from those of the existing run."""
         self._check_not_elsewhere()
         if not self.begun:
             return
@@ -322,14 +324,14 @@ class RunDirectory:
         if shapes:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
         now = identity(job, dataset)
-        # A run that began before a recipe had some field ran with what is now its default.
+        # A run older than a recipe field ran with what is now the field's default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         if then.get("recipe.states") == "bf16":
-            defaults["recipe.rounding"] = "nearest"  # which was all there was
+            defaults["recipe.rounding"] = "nearest"  # the only choice at the time
         then = {**defaults, SHUFFLE: "global", **then}
         ignored = _moved(then, now) | (LENGTH if self.extending else set())
         if now["recipe.steps"] != then["recipe.steps"]:
-            # One cause, told once.
+            # One cause, reported once.
             ignored |= _follow_length(job.config.recipe, then)
         now, then = (
             {key: value for key, value in side.items() if key not in ignored} for side in (now, then)
@@ -345,7 +347,7 @@ class RunDirectory:
             raise BadInput(problems)
 
     def _check_not_elsewhere(self) -> None:
-        """A job that looked for checkpoints where there are none would silently start over."""
+        """Refuse a job that looks for checkpoints where there are none: it would silently start over."""
         before = self._disk_before()
         last = max(before.committed(), default=0) if before != self.disk else 0
         if last > self.step():
@@ -355,9 +357,9 @@ class RunDirectory:
             )
 
     def begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's.
+        """Model and identity of the existing run: from the last checkpoint or, before the first, from the manifest.
 
-        A checkpoint whose manifest is damaged is passed over; who restores will set it aside.
+        Skips a checkpoint with a damaged manifest; a restore will set it aside.
         """
         for place, step in newest_first([self.disk]):
             try:
@@ -375,7 +377,7 @@ class RunDirectory:
             ) from None
 
     def move_aside(self) -> Path:
-        """Rename the directory, and what it has on an object store, to the first NAME.old-N that is free."""
+        """Rename the directory, and its prefix in an object store, to the first NAME.old-N that is free."""
         forget(self.id)
         buckets = {place for place in (self.disk, self._disk_before()) if isinstance(place, ObjectStore)}
         number = 1
@@ -388,22 +390,22 @@ class RunDirectory:
         return self.path.rename(target) if self.path.exists() else target
 
     def note_fault(self, **row: Any) -> None:
-        """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid.
+        """Add a row to faults.jsonl, which keeps every fault, including those a resume has undone.
 
-        Where there is no room for it, it is told with the next one: that must not end a run which could go on.
+        If the disk is full, the row is written with the next one: a full disk must not end a run that could continue.
         """
         self._untold.append(json.dumps({"time": time.time(), **redact_values(row)}).encode() + b"\n")
         with contextlib.suppress(OSError):
             with self.faults.open("a+b") as file:
                 if file.tell() > 0:
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
+                    if file.read(1) != b"\n":  # a row torn by a full disk must not swallow this one
                         file.write(b"\n")
                 file.write(b"".join(self._untold))
             self._untold.clear()
 
     def read_plan(self) -> dict[str, Any]:
-        """The plan that the run started with; empty where there is none."""
+        """The plan that the run started with; empty if there is none."""
         try:
             content: dict[str, Any] = read_json(self.plan)
         except (OSError, ValueError):
@@ -411,24 +413,24 @@ class RunDirectory:
         return content
 
     def note_plan(self, plan: dict[str, Any]) -> None:
-        """The plan of a layout that the run has changed to."""
+        """Record the plan of a layout that the run has changed to."""
         with contextlib.suppress(OSError):
             replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
 
     def note_layout(self, job: Job, plan: dict[str, Any]) -> None:
-        """The layout that was found to be the fastest, from now on the run's own."""
+        """Record the layout found to be the fastest; the run uses it from now on."""
         self.note_plan(plan)
         with contextlib.suppress(OSError):
             replace_text(self.config, configfile.write(self._resolved(job)))
 
     def note_measured(self, measured: dict[str, Any]) -> None:
-        """Put into the manifest what came of the plan."""
+        """Record in the manifest how the plan compared with measurements."""
         with contextlib.suppress(OSError):
             content = read_json(self.manifest)
             replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
 
     def _resolved(self, job: Job) -> Config:
-        """The config with the layout that was chosen and, where a name can say it, the directory that this is."""
+        """The config with the chosen layout and, where a name can express it, this directory."""
         changes: dict[str, Any] = {"layout": str(job.layout)}
         given = job.config.run
         name = given.name if given.slug == self.path.name else self.path.name
@@ -438,7 +440,7 @@ class RunDirectory:
         return with_absolute_paths(job.config).model_copy(update=changes)
 
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
-        """What is known before the first step."""
+        """Write what is known before the first step."""
         self.logs.mkdir(exist_ok=True, mode=0o700)
         self.checkpoints.mkdir(exist_ok=True, mode=0o700)
         drawn = self.id if self.id != UNKNOWN else secrets.token_hex(8)
@@ -448,12 +450,12 @@ class RunDirectory:
 
 
 def _moved(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """What does not tell two runs apart: where things lie, as far as their content is known to be the same."""
+    """Keys that do not distinguish two runs: where things are, if their content is known to be the same."""
     ignored = set()
     if now[DATA_HASH] == then.get(DATA_HASH):
         ignored |= {f"data.{name}" for name in DATA_ORIGIN}
     if now[WEIGHTS_HASH] is None or then.get(WEIGHTS_HASH) is None:
-        # Gone by now, as they may be once there is a checkpoint; or from before they were hashed. The place decides.
+        # The weights may be gone, as they may once there is a checkpoint, or predate hashing. Then the path decides.
         ignored.add(WEIGHTS_HASH)
         if _absolute(then.get(WEIGHTS)) == _absolute(now[WEIGHTS]):
             ignored.add(WEIGHTS)
@@ -463,7 +465,7 @@ def _moved(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 
 def _follow_length(recipe: Recipe, then: dict[str, Any]) -> set[str]:
-    """The spans that differ only because they are shares of another number of steps."""
+    """Spans that differ only because they are fractions of another number of steps."""
     before = resolved_recipe(recipe.model_copy(update={"steps": then["recipe.steps"]}))
     return {key for name in ("warmup", "decay") if before[name] == then.get(key := f"recipe.{name}")}
 
@@ -478,7 +480,7 @@ def _whose(alive: dict[str, Any]) -> str:
 
 
 def _shape(model: dict[str, Any]) -> dict[str, Any]:
-    """What a model is, without what it is called."""
+    """A model's shape, without its name."""
     return {name: value for name, value in model.items() if name != "name"}
 
 

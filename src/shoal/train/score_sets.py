@@ -1,4 +1,4 @@
-"""The loss of trained weights on data sets: on every rank of a layout, as during training."""
+"""The loss of trained weights on data sets, computed on all ranks of a layout, as during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.train.program import blueprint
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Tokenised data under a name. ``whole``: all of it, and not only the validation set that is called so."""
+    """A named tokenised data set. ``whole``: score all of it, not only the validation set of that name."""
 
     name: str
     dataset: Path
@@ -30,13 +30,13 @@ class EvaluationSet:
 @dataclass(frozen=True)
 class SetLoss:
     name: str
-    loss: float | None  # nats a token; None: nothing to predict
+    loss: float | None  # nats per token; None: no targets
     samples: int
 
 
 @torch.no_grad()
 def score_sets(job: Job, mesh: Mesh, origin: str, sets: list[EvaluationSet], most: int) -> list[SetLoss]:
-    """The mean loss a token of each set, over ``most`` samples spread evenly. ``origin``: of the weights."""
+    """Each set's mean loss per token over ``most`` samples, spread evenly. ``origin``: where the weights are."""
     config, recipe = job.config, job.config.recipe
     network = blueprint(job.model, recipe)
     placed = apply(network, mesh, config.tune, weights_of(origin, job.model, config.evaluate.ema), recipe.seq)

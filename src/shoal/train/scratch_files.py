@@ -1,4 +1,4 @@
-"""A rank's files for what its layout offloads ``@nvme``: below the run, or where the config says."""
+"""A rank's files for what its layout offloads ``@nvme``: inside the run directory, or where the config says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.plan.resolve import Job
 
 
 def scratch_root(job: Job, run: Path) -> Path | None:
-    """The directory that holds those of this run's ranks; None: the layout keeps nothing on disks."""
+    """The directory for this run's ranks; None if the layout keeps nothing on disks."""
     if not any(part.nvme for part in job.layout.offload):
         return None
     given = job.config.offload.scratch
@@ -18,12 +18,12 @@ def scratch_root(job: Job, run: Path) -> Path | None:
 
 
 def run_name(run: Path) -> str:
-    """By which others know whose a directory is."""
+    """The name by which other processes recognise the owner of a directory."""
     return run.absolute().name
 
 
 def open_files(job: Job, run: Path, rank: int) -> DirectFiles | None:
-    """This rank's, in a directory that goes when they are closed."""
+    """This rank's files, in a directory that is removed when they are closed."""
     root = scratch_root(job, run)
     if root is None:
         return None

@@ -1,4 +1,4 @@
-"""A run's state between steps: saved to and restored from a checkpoint in any layout."""
+"""A run's state between steps: saved to a checkpoint and restored from one in any layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HasPieces(Protocol):
 
 
 class State:
-    """Weights, optimizer states and the few numbers beside them. All else is a function of the recipe and the step."""
+    """Weights, optimizer states and a few numbers. Everything else is a function of the recipe and the step."""
 
     def __init__(
         self,
@@ -67,22 +67,23 @@ class State:
         self.mesh = mesh
 
     def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
-        """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
+        """A staging buffer for this rank's share of the state. ``ahead``: allocate it before it is needed."""
         mine = parts(self.model, [*self.pieces, *self.placed.still], self.mesh)
         factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in OF_MATRICES}
-        # States that memory has no room for have none twice: their copy is on the same disk until it is written.
+        # States too large for memory are not copied in memory either: their copy is on the same disk until it is
+        # written.
         on_disk = next((piece.filed.mapped for piece in self.pieces if piece.filed is not None), None)
         return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors, on_disk)
 
     def states(self) -> States:
-        """Weights, and those of the optimizer's states that there are."""
+        """Weights, and the optimizer states that exist."""
         kinds = ((kind, partial(self._state, kind)) for kind in self._kinds_here())
         return [("weight", lambda piece: piece.tensor), *kinds]
 
     def manifest(
         self, step: int, samples: int, identity: dict[str, Any], heldout_loss: float | None = None
     ) -> Manifest:
-        """The state after ``step``, described; its pieces are added as they are written."""
+        """Describe the state after ``step``; its pieces are added as they are written."""
         return Manifest(
             step=step,
             samples=samples,
@@ -100,14 +101,14 @@ class State:
         )
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Become the state of a checkpoint, whichever layout wrote it; return its step.
+        """Restore the state of a checkpoint, whichever layout wrote it; returns its step.
 
-        The network's weights follow when all ranks have read what they need (``settle``).
+        The network's weights are set when all ranks have read what they need (``settle``).
         """
         check_agrees(checkpoint.manifest, checkpoint.place.name(checkpoint.step))
         scalars = checkpoint.manifest.scalars
         found = checkpoint.states - {"weight"}
-        begun = found - {AVERAGE}  # an optimizer may have nothing yet, the average always is
+        begun = found - {AVERAGE}  # an optimizer may have no states yet; the average always exists
         if begun and found != set(self.kinds):
             raise Damaged(
                 f"{checkpoint.place.name(checkpoint.step)} holds {', '.join(sorted(found))}; "
@@ -119,7 +120,7 @@ class State:
             if piece.filed is None
             for part in piece_slices(piece, piece.tensor)
         ]
-        if self.model.adapters is None:  # what they are added to is in no checkpoint
+        if self.model.adapters is None:  # frozen weights under adapters are in no checkpoint
             weights += [("weight", name, part) for name, part in self.placed.frozen]
         self.optimizer.state.clear()
         if isinstance(self.optimizer, AdamW):
@@ -127,11 +128,11 @@ class State:
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
         self._fill_files(checkpoint, found)
         if self.keeps.optimizer == "sgd" and not begun:
-            # Written before the first update, by a version whose optimizer had none then.
+            # Written before the first update, by a version whose optimizer had no momentum yet.
             start_momentum(self.optimizer, self.pieces)
         for piece in self.pieces if begun else ():
             if rule_of(self.keeps.optimizer, piece.name, len(piece.box.whole)) in COUNTING:
-                # A tensor, as torch's fused AdamW keeps it: on the parameter's device.
+                # A tensor on the parameter's device, as torch's fused AdamW keeps it.
                 updates = torch.tensor(scalars["updates"], dtype=torch.float32, device=piece.tensor.device)
                 self.optimizer.state[piece.tensor]["step"] = updates
         self.scale.value = scalars["loss_scale"]
@@ -156,7 +157,7 @@ class State:
                     yield kind, piece.name, part
 
     def _fill_files(self, checkpoint: Checkpoint, kinds: set[str]) -> None:
-        """One state of one piece after another: memory has no room for all of them."""
+        """Restore one state of one piece at a time: memory has no room for all of them."""
         for piece in self.pieces:
             if piece.filed is None:
                 continue
@@ -175,7 +176,7 @@ class State:
         return kind in self.keeps.states(piece.name, len(piece.box.whole))
 
     def _kinds_here(self) -> tuple[str, ...]:
-        """The optimizer states there are: none before the first update, and no momentum where it is 0."""
+        """The optimizer states that exist: none before the first update, and no momentum if it is 0."""
         states = [self.optimizer.state.get(piece.tensor, {}) for piece in self.pieces]
         return tuple(kind for kind in self.kinds if any(state.get(kind) is not None for state in states))
 
@@ -184,10 +185,10 @@ class State:
         return state
 
     def _updates(self) -> float:
-        """Updates made so far; fewer than steps where some were skipped."""
+        """Updates made so far; fewer than steps if some were skipped."""
         every = (self.optimizer.state.get(piece.tensor, {}).get("step") for piece in self.pieces)
         counts = [torch.as_tensor(step) for step in every if step is not None]
-        # One look at each device, which has to catch up for it.
+        # Read once per device, because reading synchronises.
         devices = {count.device for count in counts}
         most = (torch.stack([count for count in counts if count.device == one]).max() for one in devices)
         return max(map(float, most), default=0.0)

@@ -1,7 +1,7 @@
-"""What optimizers of our own have in common with torch's fused ones: how clipping and refusal steer them.
+"""What our own optimizers share with torch's fused ones: clipping and refusal through two device tensors.
 
-``grad_scale`` divides gradients, ``found_inf`` is 1 where nothing may change. Both are on the device: the host does not
-wait for them.
+``grad_scale`` divides gradients, ``found_inf`` is 1 if nothing may change. Both are on the device, so the host does not
+synchronise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.train.rounding import StochasticRounding, settle_weight
 
 
 class SteeredOptimizer(torch.optim.Optimizer):
-    """States are there from the start: made in the first update, they would be lost where that is refused."""
+    """Creates states at the start: created in the first update, they would be lost if that is refused."""
 
     found_inf: Tensor
     grad_scale: Tensor | None
@@ -31,18 +31,18 @@ class SteeredOptimizer(torch.optim.Optimizer):
         return self.found_inf != 0
 
     def gradient(self, weight: Tensor, where: slice | None = None) -> Tensor:
-        """As the update reads it: clipped, and at least as wide as fp32."""
+        """The gradient as the update reads it: clipped, and at least fp32."""
         assert weight.grad is not None
         found = weight.grad if where is None else weight.grad.reshape(-1)[where]
         found = wide(found)
         return found if self.grad_scale is None else found / self.grad_scale
 
     def settle(self, old: Tensor, new: Tensor) -> None:
-        """Let ``old`` become ``new``, unless the update is refused."""
+        """Set ``old`` to ``new``, unless the update is refused."""
         old.copy_(torch.where(self.refused, old, new.to(old.dtype)))
 
     def settle_weight(self, weight: Tensor, where: slice, new: Tensor) -> None:
-        """The same of some elements of a weight, which may be rounded stochastically."""
+        """The same for some elements of a weight, with stochastic rounding if configured."""
         old = weight.view(-1)[where]
         if self.rounding is None:
             self.settle(old, new)
@@ -59,5 +59,5 @@ def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict
 
 
 def wide(values: Tensor) -> Tensor:
-    """What is narrower than fp32 is computed with in fp32."""
+    """Values at least as wide as fp32."""
     return values.float() if values.dtype.itemsize < 4 else values

@@ -1,6 +1,7 @@
 """One training step: forward, backward, reduce, clip, update; the same in every layout.
 
-All of it is given to the device before any of its numbers is read: meanwhile the host can prepare the next step.
+The whole step is issued to the device before any of its numbers is read, so the host can prepare the next step
+meanwhile.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ from shoal.train.optimizer import (
     writes_copies,
 )
 
-# Where, among a step's numbers, those that its loss reports begin; those of routers follow.
+# Index in a step's numbers where the loss's extra measures begin; router numbers follow them.
 REPORTED = 4
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank."""
+    """The results of a step, the same on every rank."""
 
-    loss: float  # mean over what the whole global batch has to predict: its target tokens, or its pairs
+    loss: float  # mean over all targets of the global batch: tokens, or pairs
     grad_norm: float
     lr: float
-    updated: bool  # False: a gradient was not finite and the weights were left alone
-    blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
+    updated: bool  # False: a gradient was not finite, so the weights were left unchanged
+    blamed: tuple[int, ...] = ()  # the ranks where it began, if known
     experts: ExpertLoad | None = None  # None: the model has none
-    measures: Mapping[str, float] = field(default_factory=dict)  # what the loss reports beside itself
+    measures: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what the loss reports in addition to its value
 
 
 class IssuedStep:
-    """A step that the device has been given. What it did is known when the device has come to its end."""
+    """A step issued to the device. Its results are known when the device has finished it."""
 
     def __init__(
         self,
@@ -67,15 +70,15 @@ class IssuedStep:
         begun: torch.Event | None,
         updating: Future[None] | None,
     ) -> None:
-        """``updating``: what the host still does of it."""
+        """``updating``: the part of the update that still runs on the host."""
         self._step, self._lr, self._most, self._begun, self._updating = step, lr, most, begun, updating
-        # Into pinned memory: reading it waits for this step alone, not for what was issued after it.
+        # Into pinned memory: reading it waits only for this step, not for what was issued after it.
         self._numbers = measured.to("cpu", non_blocking=True)
         self._before, step.last_end = step.last_end, _event(step.mesh.device)
         self._end = step.last_end
 
     def read(self) -> StepResult:
-        """Wait for the step's end, on the device and on the host. To be called once, on every rank alike."""
+        """Wait for the step's end on device and host. Call it once, on every rank."""
         if self._updating is not None:
             self._updating.result()
         if self._end is not None:
@@ -92,7 +95,7 @@ class IssuedStep:
 
     @property
     def idle_before(self) -> float | None:
-        """Seconds for which the device had nothing to do before this step, which was read; None where unknown."""
+        """Seconds that the device was idle before this step, which must have been read; None if unknown."""
         if self._begun is None or self._before is None:
             return None
         return float(self._before.elapsed_time(self._begun)) / 1e3
@@ -112,47 +115,51 @@ class Step:
         self.pieces = placed.gradients.pieces
         self.measures = placed.measures
         adapters = placed.segments[0].network.shape.adapters
-        self.draws = recipe.dropout > 0 or (adapters is not None and adapters.dropout > 0)  # masks, in a step
-        self.routed = REPORTED + len(self.measures)  # where, among a step's numbers, those of routers begin
-        self.host: HostUpdate | None = None  # of what is offloaded
+        self.draws = recipe.dropout > 0 or (
+            adapters is not None and adapters.dropout > 0
+        )  # draws dropout masks
+        self.routed = REPORTED + len(self.measures)  # index in a step's numbers where router numbers begin
+        self.host: HostUpdate | None = None  # updates offloaded pieces
         if placed.offloaded is not None:
             self.host = HostUpdate(placed, placed.offloaded, optimizer, recipe, mesh)
-        self.early: UpdatesInBackward | None = None  # where the backward pass updates
+        self.early: UpdatesInBackward | None = None  # set if the backward pass updates
         self.average = WeightAverage(optimizer, self.pieces, recipe.ema) if recipe.ema else None
-        self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
+        self.last_end: torch.Event | None = None  # end of the previous step, on devices with events
         self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
-        # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
+        # Gradients with a larger norm do not reach the weights. Must return the same on all ranks.
         self.refuse_above: Callable[[], float] = lambda: math.inf
 
     def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
-        """Work through this rank's micro-batches of one step.
+        """Run this rank's micro-batches of one step.
 
         ``targets`` counts the target tokens of the global batch. Every micro-batch's summed loss is divided by it
-        before the backward pass, so that gradients only ever need adding up: over micro-batches, over ranks,
-        however unevenly tokens are spread over them.
+        before the backward pass, so gradients only ever need to be summed: over micro-batches and over ranks, however
+        unevenly tokens are spread.
         """
         return self.issue(step, batches, targets).read()
 
     def issue(self, step: int, batches: list[Batch], targets: int) -> IssuedStep:
-        """As a call, without waiting for the device."""
+        """Like a call, but without waiting for the device."""
         begun = _event(self.mesh.device)
         return self.issue_update(step, self.compute_gradients(step, batches, targets), begun)
 
     def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
-        """One small sum tells every rank how many targets the step has, and whether any rank was asked to stop."""
+        """One small all-reduce that tells every rank how many targets the step has, and whether any rank was asked
+        to stop.
+        """
         total, asking = self.mesh.hosts.sum_integers([targets, int(stop)])
         return total, asking > 0
 
     def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> Tensor:
         """Leave the global batch's gradients with the pieces.
 
-        Returns, on the device: its mean loss; their norm; of this rank, whether its own gradients and the sums that
-        it holds were spoiled (not finite); what the loss reports; and what all routers did (``RouterTally``).
+        Returns, on the device: the mean loss; the gradient norm; whether this rank's own gradients and its shard of the
+        sums are non-finite; the loss's extra measures; and the routers' counts (``RouterTally``).
         """
         placed = self.placed
-        targets = max(1, targets)  # a batch may have nothing to predict
+        targets = max(1, targets)  # a batch may have no targets
         if self.early is not None:
             self.before_update()
             self.early.begin(step)
@@ -164,7 +171,7 @@ class Step:
         return self._measure(losses, targets)
 
     def update(self, step: int, measured: Tensor) -> StepResult:
-        """Clip the gradients and move the weights, unless a gradient is not finite."""
+        """Clip the gradients and update the weights, unless a gradient is not finite."""
         return self.issue_update(step, measured).read()
 
     def issue_update(self, step: int, measured: Tensor, begun: torch.Event | None = None) -> IssuedStep:
@@ -192,13 +199,13 @@ class Step:
         return IssuedStep(self, measured, lr, most, begun, updating)
 
     def settle(self) -> None:
-        """Until the host has updated what is offloaded: then the pieces have their values."""
+        """Wait until the host has updated the offloaded pieces; then all pieces have their values."""
         if self.host is not None:
             self.host.wait()
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory, what Shoal has taken: buffers, and states that are offloaded."""
+        """Host memory that Shoal has allocated: buffers and offloaded states."""
         pieces = [] if self.host is None else self.host.offloaded.pieces
         away = [piece.tensor for piece in pieces if piece.filed is None]
         states = [state for tensor in away for state in self.optimizer.state.get(tensor, {}).values()]
@@ -207,17 +214,17 @@ class Step:
 
     @property
     def nvme_bytes(self) -> int:
-        """Of local disks, what tensors take that wait there."""
+        """Bytes on local disks used by offloaded tensors."""
         return 0 if self.placed.files is None else self.placed.files.content
 
     def _measure(self, losses: list[Tensor], targets: int) -> Tensor:
         """Losses and gradients of all ranks, everything counted once."""
         mesh, exact, mine = self.mesh, self.placed.exact, own_losses(losses, self.mesh)
         squares = squared_norm([piece for piece in self.pieces if piece.counted], mesh.device)
-        # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
+        # Of equal copies only one counts, but each has to be finite: a machine may have corrupted any of them.
         others = squared_norm([piece for piece in self.pieces if not piece.counted], mesh.device)
         squares = torch.where(torch.isfinite(others), squares, math.nan)
-        # After the sum over ranks all of them are spoiled; strict mode knows what each rank had before.
+        # After the reduction all ranks have the non-finite value; strict mode knows what each rank had before it.
         own = squares if exact is None else exact.largest
         spoiled = torch.stack([~torch.isfinite(own), ~torch.isfinite(squares)])
         routed = self.placed.routers.seen()
@@ -240,7 +247,7 @@ class Step:
         return micro_batch(batch, noise)
 
     def _noise(self, step: int, batch: Batch) -> Tensor | None:
-        """One key a sequence for its dropout masks: a hash of (seed, step, its place in the global batch)."""
+        """One dropout key per sequence: a hash of (seed, step, its place in the global batch)."""
         if not self.draws:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
@@ -248,7 +255,7 @@ class Step:
 
 
 def _blamed(spoiled: Sequence[float], mesh: Mesh) -> tuple[int, ...]:
-    """The ranks that a gradient which is not finite came from, if that can be told."""
+    """The ranks where a non-finite gradient began, if that can be told."""
     every = mesh.hosts.sum_integers(
         [int(mesh.rank == rank and bool(one)) for one in spoiled for rank in range(mesh.world)]
     )
@@ -260,7 +267,7 @@ def _blamed(spoiled: Sequence[float], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _event(device: torch.device) -> torch.Event | None:
-    """The end of all that the device was given so far; None for a CPU, which has done it."""
+    """An event after everything issued so far; None for a CPU, which is synchronous."""
     if device.type == "cpu":
         return None
     event = torch.Event(device, enable_timing=True)
@@ -269,12 +276,12 @@ def _event(device: torch.device) -> torch.Event | None:
 
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:
-    """Ranks that split tensors compute the same loss: the first of them speaks for all."""
+    """Ranks that split tensors compute the same loss: only the first of them counts it."""
     return losses if mesh.coords["tp"] == 0 else []
 
 
 def added(losses: list[Tensor], measures: Sequence[str], device: torch.device) -> Tensor:
-    """A loss's sums, with what it measures, in double precision; 0 where the network does not end on this rank."""
+    """A loss's sums and its extra measures, in fp64; 0 if the network does not end on this rank."""
     if not losses:
         return torch.zeros(1 + len(measures), dtype=torch.float64, device=device)
     return torch.stack(losses).double().sum(0)
@@ -285,7 +292,7 @@ def strict_sums(losses: list[Tensor], measures: Sequence[str], mesh: Mesh) -> li
 
 
 def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> list[float]:
-    """All ranks' losses, then what they measure; in strict mode without any rounding."""
+    """All ranks' losses, then their extra measures; without any rounding in strict mode."""
     mine = own_losses(losses, mesh)
     if placed.exact is not None:
         return strict_sums(mine, placed.measures, mesh)

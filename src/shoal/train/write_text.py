@@ -1,7 +1,7 @@
-"""Write text with trained weights: a prompt goes through the placed network once, then token after token.
+"""Generate text with trained weights: the prompt goes through the placed network once, then one token at a time.
 
-In any layout: the network is placed as for training, and its blocks get a key/value cache. Where context ranks share
-each row, what one remembers is not the whole row: there all tokens are computed anew each time.
+Works in any layout: the network is placed as for training, and its blocks get a key/value cache. Where context ranks
+share each row, a rank's cache does not cover the whole row, so there all tokens are recomputed each time.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shoal.train.program import blueprint
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What is asked for. ``prompt`` in tokens, at least one."""
+    """A request for text. ``prompt`` is in tokens, at least one."""
 
     origin: str  # a run, a checkpoint or a model directory
     prompt: tuple[int, ...]
-    count: int  # tokens to write, at most
+    count: int  # the most tokens to write
     ends: tuple[int, ...]  # tokens that end a text
     temperature: float
     candidates: TokenCandidates
     seed: int
-    average: bool = False  # with the average of the weights that recipe.ema keeps
+    average: bool = False  # use the averaged weights that recipe.ema keeps
 
 
 def write_text(
     job: Job, mesh: Mesh, request: TextRequest, told: Callable[[list[int]], None] = lambda written: None
 ) -> list[int]:
-    """The tokens that follow the prompt, without the one that ends the text. ``told``: of all of them so far."""
+    """The tokens after the prompt, without the one that ends the text. ``told`` is called with all of them so far."""
     network = blueprint(job.model, job.config.recipe)
     placed = apply(
         network,
@@ -78,7 +78,7 @@ def write_text(
 
 
 class _Ended(Exception):
-    """One of several tokens that end a text was drawn."""
+    """One of the tokens that end a text was drawn."""
 
     def __init__(self, written: list[int]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Ended(Exception):
 
 
 class RowScores:
-    """The scores of what follows a row that grows, computed from what is new in it."""
+    """The logits that follow a growing row, computed from its new tokens."""
 
     def __init__(self, placed: Placed, mesh: Mesh, length: int) -> None:
         self.placed, self.mesh = placed, mesh
@@ -99,7 +99,7 @@ class RowScores:
         start = self.cache.start if self.cache is not None else 0
         new = tokens[:, start:]
         count = new.shape[1]
-        # Ranks that share a row want a length that divides; padding after the last token is never attended to.
+        # Ranks that share a row need a length that divides; padding after the last token is never attended to.
         padded = count + -count % length_unit(self.mesh.layout)
         positions = torch.arange(start, start + padded, device=tokens.device)
         if self.shape.positions == "learned":

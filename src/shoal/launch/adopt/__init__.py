@@ -1,1 +1,1 @@
-"""Ranks that another launcher started (torchrun, srun, mpirun, a pod): found in the environment, and adopted."""
+"""Ranks started by another launcher (torchrun, srun, mpirun, a pod): found in the environment, and adopted."""

@@ -1,4 +1,4 @@
-"""Join the ranks that a launcher started, or stand alone: for a script that has its own loop."""
+"""Join the ranks that a launcher started, or run alone: for a script with its own loop."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
 from shoal.train.library.run import JoinedRanks
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-# A script may have several runs, one after the other, which meet in the same store: each has keys of its own there.
+# A script may have several runs in sequence, which use the same store: each has its own keys.
 _RUNS = count()
 
 
 def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks:
-    """This process as a rank: of a group that the script has made, of a launcher's, or of one."""
+    """This process as a rank: of a group that the script made, of a launcher's, or of one."""
     patience, number = timedelta(seconds=timeout), next(_RUNS)
     if dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
         here = _device(device, local)
         rank, world = dist.get_rank(), dist.get_world_size()
         nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
-        # Made by the script, which goes on using it.
+        # Created by the script, which keeps using it.
         signed = _signed(rank, world, dist.PrefixStore(f"run-{number}", _its_store()), timeout)
         return JoinedRanks(rank, world, here, signed, nodes, lambda: None)
     found = told()
@@ -42,7 +42,7 @@ def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks
         timeout=patience,
         multi_tenant=True,
     )
-    # A restart meets in the same store, where the last attempt's keys still are.
+    # After a restart the same store still has the last attempt's keys.
     own = dist.PrefixStore(f"shoal-{os.environ.get(ATTEMPT, '0')}-{number}", store)
     backend = "nccl" if here.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=own, rank=found.rank, world_size=found.world, timeout=patience)
@@ -63,13 +63,13 @@ def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
 
 
 def _its_store() -> dist.Store:
-    """That of a group which the script has made. Torch has no public name for it."""
+    """The store of a process group that the script made. Torch has no public name for it."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def _signed(rank: int, world: int, store: dist.Store, timeout: float) -> SignedStore | None:
-    """What ranks write for each other, under a secret that the first one sends by way of the group."""
+    """A signed store for the ranks, under a secret that the first rank broadcasts through the group."""
     if world == 1:
         return None
     drawn = list(new_secret()) if rank == 0 else [0] * SECRET_BYTES

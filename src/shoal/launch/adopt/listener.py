@@ -1,4 +1,4 @@
-"""What an adopted rank listens to while it trains: signals to stop, and whether its round is over."""
+"""A thread of an adopted rank that listens while it trains: for stop signals, and for the end of its round."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shoal.launch.report import FAILED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.loop import Training
 
-# How long a rank that was asked to stop before it has begun waits for the others, so that all do alike.
+# How long a rank that was asked to stop before it has begun waits for the others, so that all do the same.
 START_SECONDS = 5.0
 
 
 class Listener:
-    """A thread with a connection of its own, for the main one may wait in a collective for as long as that takes."""
+    """A thread with its own connection, because the main thread may block in a collective."""
 
     def __init__(self, call: RollCall, told: Callable[[str], None], leave: Callable[[], None]) -> None:
-        """``told``: says a line to the user. ``leave``: end this process, which has not begun to train."""
+        """``told``: print a line for the user. ``leave``: end this process, which has not begun to train."""
         self.call, self.told, self._leave = call, told, leave
         self._begun = False
         self.asked = 0.0  # when a signal first asked to stop
@@ -38,7 +38,7 @@ class Listener:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        # The system's own handler writes to the pipe, also while Python's cannot run.
+        # The system's own handler writes to the pipe, even while Python's cannot run.
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         try:
             with stoppable(self._on_signal, STOP_SIGNALS):
@@ -51,21 +51,23 @@ class Listener:
                 os.write(self._writing, b"\0")
             self._thread.join(BEAT_SECONDS)
 
-    # As a guest of the training.
+    # The training's observer interface.
 
     def enter(self, phase: str, step: int) -> None:
-        """Told by the flight recorder as well, for others."""
+        """Also recorded by the flight recorder, for others."""
 
     def meet(self, training: Training) -> None:
         self._begun = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first asks; a later Ctrl-C insists. Schedulers repeat theirs, and mean no more by it."""
+        """The first signal requests a stop; a later Ctrl-C forces it. Schedulers repeat their signals without
+        meaning more.
+        """
         if self.asked and number == signal.SIGINT and time.monotonic() - self.asked > 1.0:
             os._exit(FAILED)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # of a store that is gone; what that means, collectives will say
+        with contextlib.suppress(Exception):  # the store is gone; collectives will report what that means
             while not self._over:
                 self._say_and_hear()
                 if self.asked and not self._begun and time.monotonic() - self.asked > START_SECONDS:

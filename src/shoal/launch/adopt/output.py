@@ -1,4 +1,4 @@
-"""Where an adopted rank's words go: to its log, but for the lines that are for the user."""
+"""Send an adopted rank's output to its log, except for the lines meant for the user."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.launch.redacted import RedactedStream, redact_output
 from shoal.launch.screen import Console
 from shoal.launch.worker import print_to
 
-# Where torchrun looks for what a rank has to say of its end.
+# Where torchrun looks for a rank's error message.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Output:
-    """The terminal, or whatever the launcher has put in its place, kept beside the log."""
+    """The original standard output (a terminal, or what the launcher put in its place), kept beside the log."""
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -31,7 +31,7 @@ class Output:
 
     @contextlib.contextmanager
     def to(self, log: Path) -> Iterator[None]:
-        """Inside, what this process prints goes to a log."""
+        """Inside the context, what this process prints goes to a log."""
         print_to(log)
         try:
             yield
@@ -48,7 +48,7 @@ class Output:
 
 
 def tell_torchrun(message: str) -> None:
-    """So that its own summary says what happened, in place of an exit code."""
+    """Write the error where torchrun's summary finds it, so that it shows more than an exit code."""
     if path := os.environ.get(ERROR_FILE):
         told = {"message": redact(message), "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What adopted ranks settle before any device is taken: the data, that they agree, and whose the run directory is."""
+"""What adopted ranks settle before any device is used: the data, that they agree, and who owns the run directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shoal.train.files import private_files
 from shoal.train.guard.agreement import Disagreement, agree
 from shoal.train.run_directory import UNKNOWN, RunDirectory, identity
 
-# Keys of a round's store: what ranks refuse, what the first rank found, what nodes say to it, and that it goes on.
+# Keys of a round's store: what ranks refuse, what the first rank found, what nodes reply, and its go-ahead.
 REFUSED, START, NODE, GO = "refused", "start", "node", "go"
 
 
@@ -47,12 +47,12 @@ class Prepared:
     job: Job
     run: RunDirectory
     dataset: Collection
-    attempt: str  # a name that no other attempt at the run ever had
-    done: Report | None = None  # there is nothing to do
+    attempt: str  # a name unique among all attempts at the run
+    done: Report | None = None  # set if there is nothing to do
 
 
 def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> None:
-    """Refuse what cannot be trained by this rank, here. Nothing is created."""
+    """Refuse what this rank cannot train here. Creates nothing."""
     check_order(told)
     if job.config.server.servers:
         raise BadInput(
@@ -83,7 +83,7 @@ def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> N
 
 
 def _check_devices(job: Job, told: ToldRank, visible: str | None) -> None:
-    """A scheduler may show each rank its own device alone."""
+    """Check devices; a scheduler may show each rank only its own."""
     if job.cluster.device.name == "cpu":
         return
     here = this_machine.look(visible)
@@ -102,7 +102,7 @@ def prepare(
     console: Console,
     held: ExitStack,
 ) -> Prepared:
-    """Called by all ranks. What one of them refuses, all do, with the same words. ``held``: locks, until the end."""
+    """Called by all ranks. If one rank refuses, all do, with the same message. ``held``: locks, until the end."""
     problems: list[Problem] = []
     dataset = None
     call.refuse_rival()
@@ -135,7 +135,7 @@ def prepare(
 
 
 def _data(job: Job, told: ToldRank, call: RollCall, console: Console) -> Collection:
-    """Tokenised by one rank of each node; the others find it."""
+    """Tokenised by one rank of each node; the others find the result."""
     key = f"data-{told.node}"
     if told.local_rank == 0:
         try:
@@ -147,7 +147,7 @@ def _data(job: Job, told: ToldRank, call: RollCall, console: Console) -> Collect
 
 
 def _refuse_together(store: SignedStore, told: ToldRank, problems: list[Problem]) -> None:
-    """What any rank refuses, each says once; the first rank names who it was."""
+    """Report problems of any rank on every rank, once; the first rank names where they occurred."""
     store.set(f"{REFUSED}-{told.rank}", _in_words(problems))
     if told.rank != 0:
         every = json.loads(store.wait(REFUSED, PATIENCE))
@@ -214,7 +214,7 @@ def _lead(
 def _follow(
     job: Job, run: RunDirectory, told: ToldRank, store: SignedStore, dataset: Collection, held: ExitStack
 ) -> Prepared:
-    """Another rank hears what the first one found; that of another node looks whether it sees the same state."""
+    """Another rank gets what the first one found; one on another node checks that it sees the same state."""
     found = json.loads(store.wait(START, PATIENCE))
     _raise_refused(found)
     if "done" in found:
@@ -244,7 +244,7 @@ def _take_place(
     dataset: Collection,
     held: ExitStack,
 ) -> None:
-    """Of a node that has a run directory of its own: hold it, and begin it as the first node's was."""
+    """For a node with its own run directory: lock it, and initialise it like the first node's."""
     check_state_is_shared(run, found["token"], f"{socket.gethostname()} (rank {told.rank})", found["host"])
     if shares_directory(run, found["token"]):
         return

@@ -1,8 +1,9 @@
-"""The roll call of adopted ranks: before anything is computed all are there, each once, and agree what round it is.
+"""The rendezvous of adopted ranks: before training, check that every rank is present exactly once, and agree on the
+round.
 
-Their launcher may start them again, all or some, as often as it likes, and the store outlives them (torchrun's)
-or not. So a rank comes with a name that is new for every process; the first rank waits until all the others have come
-that were not in the last round, and says who is in this one. What a round writes lies under a prefix of its own.
+Their launcher may restart them, all or some, as often as it likes, and the store may outlive them (torchrun's does) or
+not. So every process registers under a new name; the first rank waits for a new process of every rank and publishes who
+takes part in the round. What a round writes has its own prefix.
 """
 
 from __future__ import annotations
@@ -27,39 +28,39 @@ from shoal.launch.rendezvous import serve_at
 from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
 from shoal.train.guard.processes import is_gone, process_space, started
 
-# Whose store it is that ranks meet in: torchrun's agent keeps one for them.
+# Set if torchrun's agent keeps the store that ranks connect to.
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 # How long ranks wait for each other.
 COME_SECONDS = 600.0
-# Between two signs of life, and how long one is waited for.
+# Seconds between two heartbeats, and how long to wait for one.
 BEAT_SECONDS, QUIET_SECONDS = 2.0, 6.0
 LOOK_SECONDS = 0.05
-# For how long others may take to hear that there is nothing to do.
+# How long others may take to learn that there is nothing to do.
 PART_SECONDS = 5.0
-# After which the user is told who is missing.
+# Seconds after which the user is told which ranks are missing.
 SAY_SECONDS = 5.0
 
 
 class Rival(BadInput):
-    """Another process is this rank already. This one must not take part in anything, nor keep silent."""
+    """Another live process already is this rank. This process must not take part, and must say so."""
 
 
 @dataclass(frozen=True)
 class Present:
-    """What a rank says when it is called."""
+    """A process's registration as a rank."""
 
-    name: str  # of this process, as none was ever called
+    name: str  # unique to this process
     host: str
     process: int
-    space: str  # in which its process id counts
-    started: str  # when, as the system counts: numbers of processes are used again
+    space: str  # PID namespace of its process id
+    started: str  # start time as the system counts it: process ids are reused
 
 
 class RollCall:
-    """One rank's side of it."""
+    """One rank's side of the rendezvous."""
 
     def __init__(self, told: ToldRank, timeout: float, come: float = COME_SECONDS) -> None:
-        """``come``: for how long the first rank is waited for."""
+        """``come``: how long to wait for the first rank."""
         self.told, self.timeout, self.come = told, timeout, come
         self.hosts = told.rank == 0 and os.environ.get(AGENT) != "True"
         self._plain = serve_at(told.host, told.port, timeout) if self.hosts else self._connect()
@@ -71,14 +72,18 @@ class RollCall:
         )
 
     def again(self) -> SignedStore:
-        """The same store by another connection, for a thread of its own: calls on one wait for each other."""
+        """The same store through another connection, for a separate thread: calls on one connection block each
+        other.
+        """
         return SignedStore(dist.PrefixStore("shoal", self._connect()), self.secret, self.timeout)
 
     def of_round(self, store: SignedStore) -> SignedStore:
         return store.within(f"round-{self.number}")
 
     def part(self) -> None:
-        """Ranks that do not train leave: the store goes with the first, so it waits until the others have read it."""
+        """Leave without training: the store goes away with the first rank, so it waits until the others have read
+        it.
+        """
         if not self.number:
             return
         store = self.of_round(self.store)
@@ -93,7 +98,7 @@ class RollCall:
         told = self.told
         try:
             found = dist.TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=self.come))
-        except RuntimeError:  # as torch says it
+        except RuntimeError:  # torch's error
             raise BadInput(
                 f"no process answers at {told.host}:{told.port}, where {told.world} ranks are to meet",
                 "start the first rank there, and see that no firewall is between; or --meet HOST:PORT",
@@ -101,10 +106,10 @@ class RollCall:
         found.set_timeout(timedelta(seconds=self.timeout))
         return found
 
-    # Coming.
+    # Joining.
 
     def refuse_rival(self) -> None:
-        """Two processes for one rank would both train, and write to the same files."""
+        """Refuse a second process for the same rank: both would train, and write to the same files."""
         found = self.store.read(f"rank-{self.told.rank}")
         if found is not None and self._lives(Present(**json.loads(found))):
             other = Present(**json.loads(found))
@@ -126,7 +131,7 @@ class RollCall:
         return False
 
     def answer(self, say: Callable[[str], None]) -> SignedStore:
-        """Be there, and wait for all others; the part of the store that is this round's."""
+        """Register, and wait for all others; returns this round's part of the store."""
         self.store.set(f"rank-{self.told.rank}", json.dumps(asdict(self.me)))
         if self.told.rank == 0:
             self._call(say)
@@ -175,7 +180,9 @@ class RollCall:
 
 
 def _secret(plain: dist.Store) -> bytes:
-    """What all ranks sign with: the user's own, or what the first to come has drawn and left there for all to read."""
+    """The secret all ranks sign with: the user's own, or one that the first rank to arrive left in the store,
+    readable by all.
+    """
     if (given := given_secret()) is not None:
         return given
     found = bytes(plain.compare_set("secret", "", new_secret().hex()))

@@ -1,4 +1,6 @@
-"""What another launcher tells a process of itself: torchrun, mpirun, srun, a pod's variables. Needs no torch."""
+"""Read from the environment what another launcher (torchrun, mpirun, srun, a pod) says about this process. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ Environment = Mapping[str, str]
 
 TORCHRUN, MPIRUN, SRUN, POD = "torchrun", "mpirun", "srun", "the environment"
 
-# The names of rank, world, rank on this node, and ranks on this node.
+# Variables for rank, world size, rank on this node, and ranks on this node.
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
-# Where no port is named, one is made of the job's own name: not those that systems hand out by themselves.
+# Without a given port, one is derived from the job's name, outside the ranges that systems assign themselves.
 FIRST_PORT, PORTS = 20000, 12000
 
 
 class ToldRank(NamedTuple):
-    """What a launcher tells a process of its own, and where it meets the others."""
+    """What a launcher says about a process, and where ranks connect."""
 
     rank: int
     world: int
@@ -34,7 +36,7 @@ class ToldRank(NamedTuple):
     by: str = TORCHRUN
     host: str = ""
     port: int = 0
-    per_node: bool = False  # one process was started on each node, however many devices it has
+    per_node: bool = False  # one process per node was started, however many devices it has
 
     @property
     def nodes(self) -> int:
@@ -42,22 +44,22 @@ class ToldRank(NamedTuple):
 
     @property
     def node(self) -> int:
-        """Which of them this is."""
+        """The index of this node."""
         return self.rank // self.local_world
 
 
 def told_rank(environment: Environment = os.environ) -> ToldRank | None:
-    """torchrun's words, with a place to meet; None where this process is not one of its ranks."""
+    """torchrun's variables, with a place to connect; None if this process is not one of its ranks."""
     if not {*TORCH, "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     return _ranks(environment, TORCH, TORCHRUN, *_master(environment))
 
 
 def told(environment: Environment = os.environ, meet: tuple[str, int] | None = None) -> ToldRank | None:
-    """Whichever launcher's words there are; None where this process was started on its own.
+    """Variables of any known launcher; None if this process was started on its own.
 
-    ``meet``: where the user says that ranks meet. Else at MASTER_ADDR and MASTER_PORT, on the first node of Slurm's
-    list, or, on one node, on loopback.
+    ``meet``: where the user says that ranks connect. Otherwise MASTER_ADDR and MASTER_PORT, the first node of Slurm's
+    list or, on a single node, loopback.
     """
     found = _told(environment)
     if found is None:
@@ -88,7 +90,7 @@ def _told(environment: Environment) -> ToldRank | None:
 
 
 def _with_local_world(environment: Environment) -> Environment:
-    """Scripts that translate for torch often leave it out."""
+    """Add LOCAL_WORLD_SIZE, which scripts that translate variables for torch often omit."""
     if "LOCAL_WORLD_SIZE" in environment:
         return environment
     for name in ("LOCAL_SIZE", OPEN_MPI[3], HYDRA[3]):
@@ -115,7 +117,7 @@ def _slurm(environment: Environment) -> ToldRank | None:
 
 
 def _tasks(environment: Environment) -> int | None:
-    """Slurm's tasks on each node: ``4(x2)``, ``4``. Not as many on each, ``4,2``, is refused."""
+    """Slurm's tasks per node: ``4(x2)``, ``4``. Unequal numbers, ``4,2``, are refused."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE")
     if not text:
         return None
@@ -150,7 +152,9 @@ def _ranks(
 
 
 def check_order(found: ToldRank) -> None:
-    """Refuse ranks that are not in the order of nodes, as many on each: groups of neighbours are taken to share one."""
+    """Refuse ranks that are not ordered by node, with equally many on each: groups of neighbours are assumed to
+    share a node.
+    """
     even = found.world % found.local_world == 0
     if not even or found.rank % found.local_world != found.local_rank:
         raise BadInput(
@@ -160,11 +164,11 @@ def check_order(found: ToldRank) -> None:
         )
 
 
-# Where they meet.
+# Where ranks connect.
 
 
 def parse_meet(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, as ``--meet`` has it."""
+    """Parse ``HOST:PORT``, as in ``--meet``."""
     host, _, port = text.strip().rpartition(":")
     if not re.fullmatch(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*", host) or not _is_port(port):
         raise BadInput(f"--meet {text}: not a host and a port", "--meet node1:29500")
@@ -196,7 +200,9 @@ def _is_port(text: str) -> bool:
 
 
 def _own_port(environment: Environment) -> int:
-    """The same for all processes of a job, another for the next: from its name, or the process they all come from."""
+    """A port that is the same for all processes of a job and differs between jobs: from the job's name, or the
+    common ancestor process.
+    """
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     job = [environment[name] for name in names if name in environment] or [str(os.getppid())]
     return FIRST_PORT + crc32(".".join(job).encode()) % PORTS
@@ -208,7 +214,7 @@ def first_node(environment: Environment) -> str | None:
 
 
 def slurm_nodes(environment: Environment) -> Iterator[str]:
-    """All of them, ``gpu[003-010,12]-ib,x1`` one by one."""
+    """All hosts of Slurm's list: expands ``gpu[003-010,12]-ib,x1``."""
     text = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         yield from _expanded(part)

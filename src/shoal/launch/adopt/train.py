@@ -1,6 +1,6 @@
-"""``shoal train`` as one rank of another launcher's: torchrun, srun, mpirun. That one restarts it; here it trains.
+"""``shoal train`` as one rank of another launcher (torchrun, srun, mpirun), which handles restarts.
 
-There is no launcher of ours in between. The first rank does for the run directory what one does: its lock, its files,
+There is no Shoal launcher in between. The first rank does a launcher's work for the run directory: its lock, its files,
 the lines for the user.
 """
 
@@ -42,11 +42,11 @@ from shoal.train.files import OWNER_ONLY
 from shoal.train.outcome import Outcome
 from shoal.train.run_directory import RunDirectory
 
-# Between two looks at what there is to tell the user.
+# Seconds between two checks for news to print.
 LOOK_SECONDS = 0.25
-# How long the first rank waits for others to say what they failed of, when it has lost them.
+# How long the first rank waits for the reasons of other ranks' failures when it has lost them.
 HEAR_SECONDS = 1.0
-# How often the launcher has started this rank before.
+# How often the launcher has restarted this rank.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -59,7 +59,7 @@ def train(
     visible: str | None = None,
     name: str | None = None,
 ) -> Report:
-    """This process as a rank of the job, to its end. ``name``: what this node is called, if not as its host is."""
+    """Run this process as a rank of the job, to its end. ``name``: this node's name, if not the host's."""
     fresh = fresh and not any(os.environ.get(restarts, "0") != "0" for restarts in RESTARTS)
     call = RollCall(told, job.config.fault.timeout)
     job = towards_others(job, told.host, told.nodes)
@@ -77,12 +77,12 @@ def train(
 
 
 def node_name(told: ToldRank, name: str | None) -> str:
-    """What the memory of this node is called; two nodes of one machine, to try it out, have two."""
+    """The name for this node's memory; two nodes on one machine, for trying it out, need two names."""
     return name or (f"{socket.gethostname()}-{told.node}" if told.nodes > 1 else "0")
 
 
 class _Rank:
-    """From here on there is something to lose: what goes wrong is told to the others, and to the user in a line."""
+    """A rank in training: from here on, errors are reported to the others, and to the user in one line."""
 
     def __init__(self, prepared: Prepared, told: ToldRank, call: RollCall, console: Console) -> None:
         self.prepared, self.told, self.call, self.console = prepared, told, call, console
@@ -134,7 +134,7 @@ class _Rank:
         )
 
     def _leave_early(self) -> None:
-        """Asked to stop while others, who may be gone, are still waited for: nothing was computed yet."""
+        """Asked to stop while waiting for others, which may be gone: nothing was computed yet."""
         if self.told.rank == 0:
             self.run.no_longer_alive()
         self.output.say("stopped before the first step; run the same command to continue")
@@ -142,7 +142,7 @@ class _Rank:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[Progress]:
-        """Lines of progress, from a thread: the main one computes."""
+        """Print progress from a thread, because the main thread computes."""
         job = self.job
         progress = Progress(
             self.output.console, self.run, job.config.recipe.steps, compiles=job.compilation.on
@@ -151,7 +151,7 @@ class _Rank:
 
         def follow() -> None:
             while not over.wait(LOOK_SECONDS):
-                with contextlib.suppress(Exception):  # nothing that befalls the display may end the run
+                with contextlib.suppress(Exception):  # display problems must not end the run
                     progress.poll()
 
         thread = threading.Thread(target=follow, name="shoal-progress", daemon=True)
@@ -163,7 +163,7 @@ class _Rank:
                 over.set()
                 thread.join()
 
-    # The end.
+    # Ending.
 
     def _report(self, outcome: Outcome, progress: Progress | None) -> Report:
         if self.told.local_rank == 0:
@@ -179,7 +179,7 @@ class _Rank:
         return Report(code, self.run.path, outcome.step, message, progress.last, heldout, progress.skipped)
 
     def _failed(self, error: Exception) -> Report:
-        """The first rank notes whose failure it was; a rank with an error of its own tells the user, and torchrun."""
+        """The first rank records the root cause; a rank with an error of its own tells the user, and torchrun."""
         rank = self.told.rank
         failure = describe(rank, error)
         with contextlib.suppress(Exception):  # the store may be what is gone

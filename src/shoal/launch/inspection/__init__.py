@@ -1,1 +1,1 @@
-"""``shoal doctor --cluster``: every node of a job is looked at and compared with the others."""
+"""``shoal doctor --cluster``: examine every node of a job and compare it with the others."""

@@ -1,4 +1,4 @@
-"""Compare what nodes said of themselves: what most have is right, and a node that differs is named. Needs no torch."""
+"""Compare the nodes' reports: the majority is presumed right, and nodes that differ are named. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from shoal.launch.inspection.node import UNLIMITED, NodeReport
 
 # Seconds between a node's clock and the others'.
 LARGEST_SKEW = 1.0
-# Of the median node's bandwidth, or of the catalogue's.
+# Fractions of the median node's bandwidth, and of the catalogue's.
 SLOW, BELOW_CATALOGUE = 0.6, 0.5
-# Of a node's cores: with a higher load than that its programs wait for each other.
+# Load per core above which a node's programs wait for each other.
 BUSY = 1.5
-# Where nodes differ in these they cannot train together; in others they can, and it may explain much.
+# Nodes that differ in these cannot train together; other differences are allowed, and may explain much.
 MUST_AGREE = ("Shoal", "torch", "CUDA", "NCCL")
-# Between memories of machines of one kind: what firmware has taken for itself differs.
+# Tolerance between memory sizes of identical machines: firmware reserves different amounts.
 ALIKE = 0.03
 
 
 @dataclass(frozen=True)
 class ClusterCheck:
-    """One thing that was looked at on all nodes."""
+    """The result of one check over all nodes."""
 
     name: str
     status: Literal["ok", "warning", "failed"]
     detail: str
     fix: str = ""
-    nodes: tuple[str, ...] = ()  # those that it is about; none: all, or none of them more than the others
+    nodes: tuple[str, ...] = ()  # nodes it is about; none: all nodes equally
 
 
 @dataclass
@@ -38,27 +38,27 @@ class Seen:
     """What a node sees of the others."""
 
     shared: str = ""  # why it does not see the first node's run directory
-    locked: bool = True  # whether the first node's lock holds there
-    unreached: dict[str, str] = field(default_factory=dict)  # why it does not reach a partner
+    locked: bool = True  # whether the first node's lock is effective there
+    unreached: dict[str, str] = field(default_factory=dict)  # why it cannot reach a partner
 
 
 @dataclass
 class Inspected:
-    """All that the nodes have said."""
+    """All reports of the nodes."""
 
     expected: int
     reports: dict[int, NodeReport]
-    offsets: dict[int, tuple[float, float]] = field(default_factory=dict)  # of its clock, and how uncertain
+    offsets: dict[int, tuple[float, float]] = field(default_factory=dict)  # clock offset, and its uncertainty
     seen: dict[int, Seen] = field(default_factory=dict)
     links: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by device
-    names: dict[int, str] = field(default_factory=dict)  # of those that did not come, where known
+    names: dict[int, str] = field(default_factory=dict)  # of nodes that did not come, if known
 
     def name(self, node: int) -> str:
         return self.reports[node].name if node in self.reports else self.names.get(node, f"number {node}")
 
 
 def compare(heard: Inspected, shared: bool, inside: float, network: float) -> list[ClusterCheck]:
-    """``shared``: nodes are to share the run directory. ``inside``, ``network``: bytes/s that the catalogue expects."""
+    """``shared``: nodes should share the run directory. ``inside``, ``network``: bytes/s that the catalogue expects."""
     return [
         *_present(heard),
         *_versions(heard),
@@ -74,7 +74,7 @@ def compare(heard: Inspected, shared: bool, inside: float, network: float) -> li
 
 
 def outliers(checks: list[ClusterCheck], nodes: int) -> list[str]:
-    """Nodes to leave out: named by what has failed, and fewer than the others."""
+    """Nodes to leave out: those that failed checks name, if they are a minority."""
     found = {name for check in checks if check.status == "failed" for name in check.nodes}
     return sorted(found) if 2 * len(found) < nodes else []
 
@@ -90,7 +90,7 @@ def _present(heard: Inspected) -> Iterator[ClusterCheck]:
 
 
 def _odd(values: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """What nodes have, in words, the most frequent first, and the names of those that differ from more than half."""
+    """The nodes' values in words, most frequent first, and the names of those that differ from the majority."""
     groups: dict[Any, list[str]] = defaultdict(list)
     for name, value in values.items():
         groups[value].append(name)
@@ -161,7 +161,7 @@ def _limits(heard: Inspected) -> Iterator[ClusterCheck]:
 
 
 def _own(heard: Inspected) -> Iterator[ClusterCheck]:
-    """What ``shoal doctor`` says on each node: the same word of several in one line."""
+    """What ``shoal doctor`` reports on each node; nodes with the same result share a line."""
     found: dict[tuple[str, str], list[tuple[str, dict[str, str]]]] = defaultdict(list)
     for report in heard.reports.values():
         for check in report.checks:
@@ -176,12 +176,12 @@ def _own(heard: Inspected) -> Iterator[ClusterCheck]:
 
 
 def _busy(heard: Inspected) -> list[int]:
-    """Nodes where more wants to run than there are cores."""
+    """Nodes where more processes want to run than there are cores."""
     return [node for node, report in heard.reports.items() if report.load > BUSY * report.cores]
 
 
 def _share_taken(report: NodeReport) -> float:
-    """How many times faster what its CPUs sum might be without all else that runs there. GPUs do not wait for it."""
+    """How much faster its CPUs would sum without the other load there. GPUs do not wait for it."""
     return 1.0 if report.devices else max(1.0, report.load / report.cores)
 
 
@@ -202,7 +202,7 @@ def _clocks(heard: Inspected) -> Iterator[ClusterCheck]:
         return
     middle = statistics.median(offset for offset, _ in heard.offsets.values())
     away = {node: offset - middle for node, (offset, _) in heard.offsets.items()}
-    # What the way of the question has taken is no one's clock.
+    # Subtract the uncertainty that the message's travel time causes.
     sure = {node: abs(away[node]) - heard.offsets[node][1] for node in away}
     odd = [node for node, seconds in sure.items() if seconds > LARGEST_SKEW]
     if odd:
@@ -235,12 +235,12 @@ def _shared(heard: Inspected) -> Iterator[ClusterCheck]:
 def _ports(heard: Inspected) -> Iterator[ClusterCheck]:
     if len(heard.seen) < 2:
         return
-    # By the node that is not reached, from where.
+    # By unreached node, then by the node that tried.
     found: dict[int, dict[int, str]] = defaultdict(dict)
     for node, seen in heard.seen.items():
         for other, why in seen.unreached.items():
             found[int(other)][node] = why
-    # A node that is not reached from several, or that reaches none, is the one; else it is the way between two.
+    # A node that several cannot reach, or that reaches none, is at fault; otherwise it is the link between two.
     pairs = {frozenset((node, other)) for other, nodes in found.items() for node in nodes}
     times = Counter(node for pair in pairs for node in pair)
     fix = "open the ports of that interface between nodes (firewall, security group); or name another: --interface"
@@ -277,7 +277,7 @@ def _links(heard: Inspected, inside: float, network: float) -> Iterator[ClusterC
         if ranks and all(rank["inside"] for rank in ranks)
     }
     yield from _rated("links inside a node", heard, own, inside, "nvidia-smi nvlink --status there")
-    # A node is as fast as with its best partner, for the other may be the slow one; and as its slowest device.
+    # A node counts with its best partner, because others may be the slow one; and with its slowest device.
     best = {
         node: min(max(rank["pairs"].values()) for rank in ranks)
         for node, ranks in heard.links.items()
@@ -299,11 +299,11 @@ def _rated(
     middle = statistics.median(rates.values())
     slow = [node for node, rate in rates.items() if rate < SLOW * middle]
     share = f"{middle / catalogue:.0%} of the catalogue's {rate_in_words(catalogue)}"
-    # Of two nodes that are not alike neither is known to be the slow one.
+    # With only two nodes, it is unknown which of them is slow.
     if slow and len(rates) > 2:
         each = ", ".join(f"{rate_in_words(rates[node])} on {heard.name(node)}" for node in slow)
         said = f"{each}; the median node has {rate_in_words(middle)}, {share}"
-        # CPUs sum only while they have their cores: where that explains it, it is not known to be the link.
+        # CPUs sum only while they have their cores: if load explains the slowness, the link is not blamed.
         kept = [node for node in slow if rates[node] * _share_taken(heard.reports[node]) >= SLOW * middle]
         verdict: Literal["warning", "failed"] = "warning" if kept == slow else "failed"
         yield ClusterCheck(name, verdict, said, fix, tuple(map(heard.name, slow)))

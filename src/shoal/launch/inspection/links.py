@@ -1,4 +1,4 @@
-"""Bandwidths of a node's links: among its own devices, and with those of its partners; one rank's part."""
+"""Measure the bandwidth of a node's links, among its own devices and with its partners; one rank's part."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shoal.launch.init_rank import INTERFACES
 from shoal.launch.ranks import run_ranks
 from shoal.parallel.signed_store import SignedStore
 
-# Bytes of the sum that is timed: large enough for a link's bandwidth, and over in seconds on a slow one.
+# Bytes of the timed all-reduce: large enough for a link's bandwidth, and done within seconds on a slow one.
 SIZE = {"nccl": 2**28, "gloo": 2**22}
 TIMES = 5
-PATIENCE = 60.0  # seconds for a group of ranks to meet, and for each of its sums
+PATIENCE = 60.0  # seconds for a group of ranks to connect, and for each of its sums
 
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What the leader has all measure, as JSON."""
+    """What the leader asks all to measure, as JSON."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class LinkPlan:
 
 @dataclass
 class LinkFigures:
-    """What one rank has measured: bytes/s of the bus, or why there are none."""
+    """One rank's measurements: bus bandwidth in bytes/s, or why there are none."""
 
     inside: float | None = None  # among the devices of its node
     pairs: dict[str, float] = field(default_factory=dict)  # by partner
@@ -46,7 +46,7 @@ class LinkFigures:
 
 
 def measured(plan: LinkPlan, node: int) -> list[dict[str, Any]]:
-    """By the devices of this node, a process each."""
+    """Measurements of this node's devices, one process each."""
     if plan.devices == 1:
         store = dist.TCPStore(plan.host, plan.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
         return [measure_links(store, plan, node, 0)]
@@ -64,7 +64,7 @@ def _in_process(rank: int, world: int, local: SignedStore, plan: LinkPlan, node:
 
 
 def measure_links(store: dist.Store, plan: LinkPlan, node: int, device: int) -> dict[str, Any]:
-    """One device's part: with its neighbours, with the same device of other nodes, and with all."""
+    """Measure one device: with its neighbours, with the same device of other nodes, and with all."""
     for variable in INTERFACES:
         os.environ.setdefault(variable, plan.interface)
     torch_device = torch.device("cpu")
@@ -100,19 +100,19 @@ def measure_links(store: dist.Store, plan: LinkPlan, node: int, device: int) -> 
 
 
 def _all_well(store: dist.Store, world: int, trouble: bool) -> bool:
-    """Whether all ranks are through with their pairs and had none: a group of all would wait for those that had."""
+    """Whether all ranks finished their pairs without trouble: otherwise a group of all ranks would hang."""
     store.add("shoal-doctor-bad", int(trouble))
     if store.add("shoal-doctor-through", 1) == world:
         store.set("shoal-doctor-go", "stay" if store.add("shoal-doctor-bad", 0) else "go")
     try:
         store.wait(["shoal-doctor-go"], timedelta(seconds=2 * PATIENCE))
         return bool(store.get("shoal-doctor-go") == b"go")
-    except RuntimeError:  # one that is lost never comes through
+    except RuntimeError:  # a lost rank never finishes
         return False
 
 
 def _bandwidth(store: dist.Store, rank: int, world: int, backend: str, device: torch.device) -> float:
-    """Of an all-reduce in a group of its own: the quickest of some, as what else runs there makes others slow."""
+    """Bus bandwidth of an all-reduce in a separate group: the fastest of several, since other load slows some."""
     patience = timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     try:

@@ -1,4 +1,4 @@
-"""What a node says of itself: versions, devices, limits, and what ``shoal doctor`` finds there."""
+"""A node's report: versions, devices, limits, and the findings of ``shoal doctor``."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Plain values, for they travel as JSON."""
+    """Plain values, because they travel as JSON."""
 
     name: str
     host: str
-    address: str  # where the others reach it
-    port: int  # at which it listens for them, for as long as the inspection takes
+    address: str  # where other nodes reach it
+    port: int  # the port it listens on while the inspection runs
     device: str
     devices: int
-    memory: float  # GiB of a device
+    memory: float  # GiB per device
     host_memory: float  # GiB
     cores: int
     versions: dict[str, str]
     limits: dict[str, int]
-    checks: list[dict[str, str]] = field(default_factory=list)  # what is not well there by itself
-    load: float = 0.0  # processes that run or would like to, over the last minute
+    checks: list[dict[str, str]] = field(default_factory=list)  # problems of this node alone
+    load: float = 0.0  # load average of the last minute
 
 
 def report(name: str, address: str, port: int, run: Path, visible: str | None) -> tuple[NodeReport, Cluster]:
-    """This machine, and as the catalogue has it. Takes seconds: torch is asked in a process of its own."""
+    """This machine's report, and its catalogue entry. Takes seconds: torch is queried in a separate process."""
     here = look(visible)
     answers = doctor.ask_torch()
     checks = doctor.examine(run, visible, here, answers)

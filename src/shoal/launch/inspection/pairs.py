@@ -1,19 +1,19 @@
-"""Who is measured with whom: in rounds of pairs, so that every node has several partners, and a bad one stands out."""
+"""Pair nodes for measurements, in rounds, so that every node has several partners and a bad one stands out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Pair = tuple[int, int]
-# Of a node. Of two partners one may be bad as well; and more would only take longer.
+# Partners per node. With two, one could be bad as well; more would only take longer.
 PARTNERS = 3
 
 
 def rounds(nodes: Sequence[int], most: int = PARTNERS) -> list[list[Pair]]:
-    """In each round every node is in one pair at most, and no pair comes twice: a tournament's first rounds."""
+    """In each round every node is in at most one pair, and no pair repeats: the first rounds of a tournament."""
     players: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     found = []
-    # Of an odd number one sits out in every round.
+    # With an odd number, one node sits out in every round.
     for turn in range(min(most, max(0, len(players) - 1))):
         fixed, rest = players[-1], players[:-1]
         rest = rest[turn:] + rest[:turn]
@@ -25,5 +25,5 @@ def rounds(nodes: Sequence[int], most: int = PARTNERS) -> list[list[Pair]]:
 
 
 def partners(all_rounds: Sequence[Sequence[Pair]], node: int) -> list[int | None]:
-    """A node's partner in each round; None where it has none."""
+    """A node's partner in each round; None if it has none."""
     return [next((a + b - node for a, b in pairs if node in (a, b)), None) for pairs in all_rounds]

@@ -1,7 +1,7 @@
-"""The conversation behind ``shoal doctor --cluster``: one process on each node says what is there, and looks at others.
+"""The protocol behind ``shoal doctor --cluster``: one process per node reports on it, and examines others.
 
-The first node asks and compares. Each waits for what it needs no longer than it was told to, so that a node that does
-not come, or falls silent, is named and holds nothing up.
+The first node asks and compares. All waits have time limits, so a node that does not come, or goes silent, is named and
+holds nothing up.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from shoal.launch.inspection.node import NodeReport, report
 from shoal.launch.inspection.pairs import partners, rounds
 from shoal.launch.interfaces import LOOPBACK, address_of, address_towards, interface_towards
 
-# Of a node that has come, between two things that it says. Its own doctor takes the longest: torch has to be imported.
+# The longest silence of a node that has joined. Its own doctor takes longest: torch has to be imported.
 TALK_SECONDS = 180.0
-# How long a file that another node has written may take to be seen, and a connection to be made.
+# Time for another node's file to become visible, and for a connection to be made.
 SEE_SECONDS, REACH_SECONDS = 5.0, 5.0
-# Of a clock's questions the quickest counts; the first wakes a node up.
+# Of several clock readings the fastest counts; the first wakes a node up.
 QUESTIONS = 4
 MARK = ".shoal-doctor-"
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What the command line says."""
+    """The settings from the command line."""
 
     told: ToldRank
     name: str
-    names: dict[int, str]  # of all nodes, where a scheduler tells
+    names: dict[int, str]  # names of all nodes, if a scheduler gives them
     run: Path
     interface: str | None
     shared: bool
     wait: float
     visible: str | None
-    catalogue: Cluster | None  # whose links are expected; None: those of this machine's devices
+    catalogue: Cluster | None  # cluster whose link speeds are expected; None: those of this machine's devices
 
 
 def inspect(visit: Visit) -> list[ClusterCheck] | bool:
-    """On the first node all checks; on the others, and for other ranks of a node, whether all is well."""
+    """Returns all checks on the first node; on others, and for further ranks of a node, whether all is well."""
     told = visit.told
     call = RollCall(told, TALK_SECONDS, visit.wait)
     try:
@@ -80,7 +80,7 @@ def _address(visit: Visit) -> str:
 
 @contextmanager
 def _listening(address: str) -> Iterator[tuple[str, int]]:
-    """A port that others can try, for as long as this takes."""
+    """A port that others can connect to while this runs."""
     with socket.create_server((address, 0)) as server:
 
         def answer() -> None:
@@ -93,7 +93,7 @@ def _listening(address: str) -> Iterator[tuple[str, int]]:
 
 
 def _part(call: RollCall) -> None:
-    """The store goes with the first rank, so it waits until the others have read the last word."""
+    """The store goes away with the first rank, so it waits until the others have read the final message."""
     with suppress(RuntimeError):
         if not call.hosts:
             call.store.set(f"left-{call.told.rank}", "")
@@ -103,7 +103,7 @@ def _part(call: RollCall) -> None:
 
 
 class _Guest:
-    """A node's part: look when asked, measure when asked, hear how it stands."""
+    """A node's part: look when asked, measure when asked, receive the result."""
 
     def __init__(self, visit: Visit, call: RollCall) -> None:
         self.visit, self.told, self.store = visit, visit.told, call.store
@@ -140,7 +140,7 @@ class _Guest:
         self.store.set(f"seen-{self.told.node}", json.dumps(asdict(seen)))
 
     def _measure(self, words: dict[str, Any]) -> None:
-        """A process of its own for each device, where a launcher has not started one."""
+        """Start one process per device, unless a launcher has started them."""
         plan = LinkPlan(**words)
         if self.told.node not in plan.nodes:
             return
@@ -158,7 +158,7 @@ class _Guest:
 
 
 class _Host(_Guest):
-    """The first node: it asks all others, is asked as they are, and compares."""
+    """The first node: asks all others, answers as they do, and compares."""
 
     def __init__(self, visit: Visit, call: RollCall, mine: NodeReport, here: Cluster) -> None:
         super().__init__(visit, call)
@@ -215,7 +215,7 @@ class _Host(_Guest):
                     self.heard.seen[node] = Seen(**json.loads(text))
 
     def _ask_to_measure(self, nodes: list[int], matches: list[Any]) -> None:
-        """Only those that reach all their partners: the others would be waited for."""
+        """Only nodes that reach all their partners measure: others would be waited for."""
         cut = {node for node, seen in self.heard.seen.items() if seen.unreached}
         cut |= {int(other) for seen in self.heard.seen.values() for other in seen.unreached}
         fit = [node for node in nodes if node in self.heard.seen and node not in cut]
@@ -245,7 +245,7 @@ class _Host(_Guest):
 
 @contextmanager
 def _token(run: Path | None) -> Iterator[str]:
-    """A file where the run will be, locked; other nodes look for it. Leaves nothing behind."""
+    """A locked file at the run's location, which other nodes look for. Leaves nothing behind."""
     if run is None:
         yield ""
         return
@@ -260,7 +260,7 @@ def _token(run: Path | None) -> Iterator[str]:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield path.name
-    except OSError:  # its own doctor says so
+    except OSError:  # its own doctor reports that
         yield path.name
     finally:
         path.unlink(missing_ok=True)
@@ -270,7 +270,7 @@ def _token(run: Path | None) -> Iterator[str]:
 
 
 def _see(path: Path, name: str) -> tuple[str, bool]:
-    """Why another node's file is not seen here, and whether its lock holds."""
+    """Why another node's file is not visible here, and whether its lock is effective."""
     deadline = time.monotonic() + SEE_SECONDS
     while True:
         with suppress(OSError):
@@ -292,7 +292,7 @@ def _see(path: Path, name: str) -> tuple[str, bool]:
 
 
 def _reach(address: str, port: int) -> str:
-    """Why a node's port is not reached from here."""
+    """Why a node's port cannot be reached from here."""
     try:
         socket.create_connection((address, port), REACH_SECONDS).close()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Jobs for the engines that clusters have: one file per target, each writes, submits, watches and cancels a job."""
+"""Jobs for the engines of clusters: one file per target; each writes, submits, watches and cancels a job."""

@@ -1,4 +1,4 @@
-"""Read a job's log: its last lines, or what is added to it, until the job is over."""
+"""Read a job's log: its last lines, or new lines until the job is over."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.facts.problem import BadInput
 from shoal.facts.redact import printable
 from shoal.launch.jobs.state import JobState
 
-# Between two looks at a log, and between two questions to a scheduler, which has others to serve.
+# Seconds between two looks at a log, and between two queries to a scheduler, which serves others too.
 LOOK_SECONDS, ASK_SECONDS = 0.5, 2.0
-# What the last lines are looked for in.
+# The bytes at the end of a file in which to look for the last lines.
 LARGEST_END = 1 << 20
 
 
 def last_lines(path: Path, count: int) -> str:
-    """Of a file that may be large, or not there yet."""
+    """The last lines of a file that may be large, or missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LARGEST_END))
@@ -34,7 +34,7 @@ def follow(
     say: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> JobState:
-    """Say what a job prints (to ``path``, if anywhere), and every change of its state, until it is over."""
+    """Report what a job prints (to ``path``, if it has a log) and every change of its state, until it is over."""
     place, told, asked, found = 0, "", 0.0, status()
     while True:
         if found.state != told:
@@ -50,19 +50,19 @@ def follow(
                 found = status()
             except (
                 BadInput
-            ) as error:  # a controller that restarts, a network that is down: the job knows nothing of it
+            ) as error:  # a restarting controller or a network failure says nothing about the job
                 if told != (silent := error.problems[0].what):
                     told = silent
                     say(f"[{silent}; asking again]")
 
 
 def _say_more(path: Path | None, place: int, say: Callable[[str], None]) -> int:
-    """Whole lines that were added; from where to go on."""
+    """Report new whole lines; returns where to continue."""
     if path is None or not path.exists():
         return place
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) < place:
-            place = 0  # it was begun anew
+            place = 0  # the file was restarted
         file.seek(place)
         new = file.read()
     whole = new[: new.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""A job as data: what is trained, on how many nodes, and what a scheduler is told of it. Nothing is written here."""
+"""A job as data: what is trained, on how many nodes, and the scheduler's options. Writes nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shoal.plan.importers.sources import read_table
 from shoal.plan.resolve import Job, resolve
 from shoal.train.run_directory import JOB
 
-# Files in the run directory's folder for what a scheduler reads and writes.
+# Files in the run directory's job folder that a scheduler's scripts read and write.
 CONFIG, EXIT, CANCELLED = "config.toml", "exit", "cancelled"
-# Which flags only some targets understand: a flag that does nothing would be a promise not kept.
+# Flags that only some targets understand: silently ignoring one would break a promise.
 ONLY_FOR = {
     "time": ("slurm", "kubernetes", "sagemaker"),
     "warning": ("slurm", "kubernetes"),
@@ -40,45 +40,45 @@ ONLY_FOR = {
     "role": ("sagemaker",),
     "bucket": ("sagemaker",),
 }
-# What a time limit may be written as: 90 (minutes), 4:00:00, 2-00:00:00; the same as Slurm's.
+# Accepted time limits: 90 (minutes), 4:00:00, 2-00:00:00, as in Slurm.
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
 class LaunchJob(BaseModel):
-    """What a target writes its files from. What a target does not know of, it refuses (``ONLY_FOR``)."""
+    """What a target writes its files from. A target refuses fields that it does not support (``ONLY_FOR``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str
     name: str
     run: Path
-    config: str  # the complete config as TOML: a job that starts again in a week reads what was submitted
+    config: str  # the complete config as TOML, so that a restart next week reads what was submitted
     layout: str
-    nodes: str = "1"  # as ``--nodes`` has it: 2, or 1:2
-    devices: int = Field(1, ge=1)  # ranks on each node
+    nodes: str = "1"  # as in ``--nodes``: 2, or 1:2
+    devices: int = Field(1, ge=1)  # ranks per node
     device: str = "cpu"
     whole_nodes: bool = (
-        False  # all devices of each node, and no number of cores: then the rest of it is ours too
+        False  # all devices of each node and no number of cores: then we get the rest of the node too
     )
-    # Whose command trains; in a container, its own.
+    # The command that trains; a container has its own.
     program: tuple[str, ...] = (sys.executable, "-m", "shoal")
     working_directory: Path = Path()
     time_limit: int | None = Field(None, ge=60)  # seconds
-    warning: int = Field(120, ge=1)  # seconds before the limit, for the step, the commit and the end
-    restarts: int = Field(1000, ge=0)  # how often it starts again after a stop, a limit or a lost node
+    warning: int = Field(120, ge=1)  # seconds before the limit, for the step, the commit and the shutdown
+    restarts: int = Field(1000, ge=0)  # how often it restarts after a stop, a limit or a lost node
     interface: str | None = None
     partition: str | None = None
     account: str | None = None
-    exclude: str | None = None  # nodes, separated by commas, as the engine calls them
-    cpus: int | None = Field(None, ge=1)  # of a node
+    exclude: str | None = None  # comma-separated nodes, as the engine names them
+    cpus: int | None = Field(None, ge=1)  # per node
     image: str | None = None
     mounts: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()  # more of the scheduler's own, as it spells them
+    options: tuple[str, ...] = ()  # further options of the scheduler, in its own syntax
     address: str | None = None
     namespace: str = "default"
     claim: str = "shared"
-    queue: str | None = None  # of Kueue's
-    pod: dict[str, Any] | None = None  # a template that is merged into that of our pods
+    queue: str | None = None  # Kueue's queue
+    pod: dict[str, Any] | None = None  # a template merged into that of our pods
     role: str | None = None
     bucket: str | None = None
 
@@ -99,7 +99,7 @@ class LaunchJob(BaseModel):
         return self.run / JOB
 
     def train(self, config: str, run: str) -> list[str]:
-        """The command of one node's launcher; the node's own name is still to come."""
+        """The command of a node's launcher, without the node's name."""
         return [*self.program, "train", config, "--run", run, "--nodes", self.nodes]
 
 
@@ -111,9 +111,9 @@ def compose(
     flags: dict[str, Any],
     visible: str | None = None,
 ) -> LaunchJob:
-    """What can be wrong with a job before a scheduler is asked is told here. Spawns and writes nothing.
+    """Build a job, and report all errors that can be found without a scheduler. Spawns and writes nothing.
 
-    ``visible``: what CUDA_VISIBLE_DEVICES says, for a job of this machine.
+    ``visible``: the value of CUDA_VISIBLE_DEVICES, for a job on this machine.
     """
     problems = [
         Problem(f"--{name} says nothing to {target}", f"leave it out; it is for --to {' or '.join(targets)}")
@@ -193,7 +193,7 @@ _PLAIN = (
 
 
 def _placed(job: Job, count: NodeCount | None) -> tuple[str, int]:
-    """How many nodes, and ranks on each: as many on all of them."""
+    """The number of nodes, and of ranks on each: equally many on all."""
     from shoal.launch.nodes.train import check_even
 
     world = job.layout.world
@@ -216,7 +216,9 @@ def _placed(job: Job, count: NodeCount | None) -> tuple[str, int]:
 
 
 def seconds_of(text: str) -> int:
-    """A time limit as Slurm writes one: minutes, minutes:seconds, hours:minutes:seconds, with days- before."""
+    """Seconds of a time limit in Slurm's syntax: minutes, minutes:seconds, hours:minutes:seconds, with optional
+    days- in front.
+    """
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise BadInput(

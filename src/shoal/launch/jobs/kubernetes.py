@@ -1,6 +1,6 @@
 """Kubernetes: one pod per node, as a JobSet or as a TrainJob of Kubeflow Trainer; a Dockerfile for the image.
 
-Manifests are JSON, which kubectl reads as it reads YAML. The run directory is on a claim that all pods mount.
+Manifests are JSON, which kubectl accepts like YAML. The run directory is on a volume claim that all pods mount.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write(job: LaunchJob) -> dict[str, str]:
     return {**texts, "Dockerfile": DOCKERFILE}
 
 
-# Kubernetes has no Shoal of its own: what is built here is what --image names.
+# Kubernetes needs an image with Shoal: what is built here is what --image names.
 DOCKERFILE = f"""# docker build --tag REGISTRY/shoal:{__version__} --file Dockerfile PATH_OF_SHOAL
 FROM python:3.11-slim
 # A compiler for torch.compile; without the libraries of InfiniBand NCCL would use TCP, and not say so.
@@ -77,7 +77,7 @@ def job_set(job: LaunchJob) -> dict[str, Any]:
 
 
 def runtime(job: LaunchJob) -> dict[str, Any]:
-    """What a TrainJob refers to: the same JobSet, in this namespace."""
+    """The runtime that a TrainJob refers to: the same JobSet, in this namespace."""
     step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -119,7 +119,7 @@ def _job_set_spec(
     template = {"metadata": metadata, "spec": spec} if metadata else {"spec": spec}
     return {
         "replicatedJobs": [{"name": NODE, "replicas": 1, "template": template}],
-        # What failed for good would fail again; a time limit or lost pods start the whole set again.
+        # A permanent failure would recur; a time limit or lost pods restart the whole set.
         "failurePolicy": {
             "maxRestarts": job.restarts,
             "rules": [
@@ -130,7 +130,7 @@ def _job_set_spec(
 
 
 def _job_spec(job: LaunchJob) -> dict[str, Any]:
-    """One pod per node; each is replaced by itself, and finds the others again."""
+    """One pod per node; each is replaced individually, and finds the others again."""
     limit = {"activeDeadlineSeconds": job.time_limit} if job.time_limit else {}
     return {
         "completionMode": "Indexed",
@@ -140,7 +140,7 @@ def _job_spec(job: LaunchJob) -> dict[str, Any]:
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                # A node that goes away has its pod replaced, however often; so has one that stopped after a commit.
+                # A pod on a disrupted node is always replaced; so is one that stopped after a commit.
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "Ignore", "onExitCodes": _exits([STOPPED])},
                 {"action": "FailJob", "onExitCodes": _exits([1, 2])},
@@ -160,19 +160,21 @@ def _metadata(job: LaunchJob, name: str) -> dict[str, Any]:
 
 
 def _queued(job: LaunchJob) -> dict[str, Any]:
-    """Of what Kueue admits, all of its pods or none; without a queue Kubernetes places them one by one."""
+    """Labels for Kueue, which admits all pods or none; without a queue Kubernetes places them one by one."""
     found = _metadata(job, _name(job))
     return {**found, "labels": {**found["labels"], QUEUE: job.queue}} if job.queue else found
 
 
 def _name(job: LaunchJob) -> str:
-    """Kubernetes takes small letters, digits and dashes; its pods add to it, and 63 are all they may have."""
+    """A valid name: lower-case letters, digits and dashes, short enough for pod names of at most 63 characters."""
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in job.name.lower())
     return letters.strip("-")[:40].strip("-") or "shoal"
 
 
 def check(job: LaunchJob) -> str:
-    """Kubernetes' own opinion (``--dry-run=server``) of the manifests, and which of the two kinds it knows."""
+    """Validate the manifests with Kubernetes (``--dry-run=server``), and find out which of the two kinds it
+    supports.
+    """
     if job.image is None:
         raise BadInput(
             "Kubernetes runs containers, and no image is named", "--image REGISTRY/shoal:TAG; see Dockerfile"
@@ -193,10 +195,10 @@ def check(job: LaunchJob) -> str:
 
 
 def _shown(job: LaunchJob, kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """What the server judges before anything is there, and how it is asked.
+    """What the server validates before anything exists, with kubectl's arguments.
 
-    A TrainJob is refused as long as its runtime does not exist: shown is the JobSet that would be made of both. That
-    has no name, as one of an earlier job may still be there, and no JobSet's template can be changed.
+    A TrainJob is refused until its runtime exists, so the JobSet that both would produce is validated. It gets no fixed
+    name, because an earlier job's may exist and a JobSet's template cannot be changed.
     """
     nameless = {name: value for name, value in _queued(job).items() if name != "name"}
     of_any_name = {**job_set(job), "metadata": {**nameless, "generateName": f"{_name(job)}-"}}
@@ -205,7 +207,7 @@ def _shown(job: LaunchJob, kind: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _kind() -> str:
-    # It fails where a single one of the cluster's own extensions does not answer, and has named the others.
+    # It fails if any one of the cluster's extensions does not respond, but still lists the others.
     done = ask(["kubectl", "api-resources", "--output=name"], MISSING)
     there = done.stdout.split()
     if done.returncode and not there:
@@ -219,7 +221,7 @@ def _kind() -> str:
 
 
 def _before(job: LaunchJob, kind: str) -> JobState | None:
-    """What has become of the job that has this one's name, if there is one."""
+    """The state of an existing job with this name, if there is one."""
     words = ["kubectl", "get", kind, _name(job), "--namespace", job.namespace, "--output=json"]
     done = ask([*words, "--ignore-not-found"], MISSING)
     if done.returncode:
@@ -234,7 +236,7 @@ def _manifests(job: LaunchJob, kind: str) -> list[dict[str, Any]]:
 def submit(job: LaunchJob) -> str:
     kind = _kind()
     if _before(job, kind) is not None:
-        # It is over: applied again it would stay over.
+        # It is over, and applying it again would not restart it.
         words = ["kubectl", "delete", kind, _name(job), "--namespace", job.namespace, "--timeout=100s"]
         if (done := ask(words, MISSING)).returncode:
             raise BadInput(f"kubectl delete of the {kind} before: {last_words(done)}", "see kubectl")
@@ -262,7 +264,7 @@ def status(record: JobRecord) -> JobState:
 
 
 def state_of(told: dict[str, Any]) -> JobState:
-    """From the conditions of a JobSet or a TrainJob."""
+    """The state, from the conditions of a JobSet or a TrainJob."""
     restarts = int(told.get("restarts", 0))
     true = [one for one in told.get("conditions", ()) if one.get("status") == "True"]
     words = {"Complete": state.FINISHED, "Completed": state.FINISHED, "Failed": state.FAILED}
@@ -292,7 +294,7 @@ def log_file(record: JobRecord) -> Path | None:
 
 
 def cancel(record: JobRecord, now: bool) -> str:
-    """Deleted: its pods get SIGTERM, finish the step and commit within the grace period."""
+    """Delete it: its pods get SIGTERM, finish the step and commit within the grace period."""
     record.note_cancelled()
     words = ["kubectl", "delete", record.id, *_place(record), "--wait=false"]
     done = ask([*words, *(["--grace-period=0", "--force"] if now else [])], MISSING)

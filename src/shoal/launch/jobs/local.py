@@ -1,4 +1,4 @@
-"""This machine: ``shoal train`` in the background, its output in a file, its end written down."""
+"""This machine: ``shoal train`` in the background, with output and exit code written to files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def write(job: LaunchJob) -> dict[str, str]:
 
 
 def background(job: LaunchJob, words: list[str]) -> str:
-    """A shell that runs a command and writes down how it ended: the process that started it may be gone by then."""
+    """A shell command that runs ``words`` and records the exit code, because the process that started it may be gone
+    by then.
+    """
     folder = shlex.quote(str(job.folder))
     return f"""#!/bin/bash
 # Written by shoal launch.
@@ -52,7 +54,7 @@ def check(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> str:
-    """Its own session: closing the terminal does not end it."""
+    """Start it in its own session: closing the terminal does not end it."""
     with private_files():
         handle = os.open(job.folder / f"{job.target}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -112,7 +114,7 @@ def _process(record: JobRecord) -> int:
 
 
 def _lives(record: JobRecord) -> bool:
-    """Whether that process is still ours: numbers are given again."""
+    """Whether that process is still ours: process ids are reused."""
     try:
         words = Path(f"/proc/{_process(record)}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""The pod of one node on Kubernetes: what a launcher needs, and what a cluster wants of its pods (``--pod``)."""
+"""The pod of one node on Kubernetes: what a launcher needs, and what the cluster requires of pods (``--pod``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shoal import __version__
 from shoal.facts.problem import BadInput, did_you_mean
 from shoal.launch.jobs.job import CONFIG, LaunchJob
 
-# Where pods find the claim and the config.
+# Where pods mount the claim and the config.
 SHARED, ETC = "/shared", "/etc/shoal"
 NODE = "node"
-# The user and the group in the image that the Dockerfile makes.
+# User and group in the image that the Dockerfile builds.
 OWNER = 1000
-# What names an entry of a list, so that the one of a user's template is the same: by the list's name.
+# For each list, the key by which its entries are matched with those of a user's template.
 NAMED_BY = {"volumeMounts": "mountPath"}
 
 
 def pod_template(job: LaunchJob, config_map: str) -> dict[str, Any]:
-    """As a Job has it: a spec, and the metadata that a user's template may bring."""
+    """A Job's pod template: a spec, and metadata from a user's template."""
     template = {"spec": _pod(job, config_map)}
     if job.pod is None:
         return template
@@ -31,13 +31,13 @@ def pod_template(job: LaunchJob, config_map: str) -> dict[str, Any]:
 
 
 def node_container(template: dict[str, Any]) -> dict[str, Any]:
-    """The one that trains; others may stand beside it."""
+    """The container that trains; there may be others beside it."""
     containers: list[dict[str, Any]] = template["spec"]["containers"]
     return next(one for one in containers if one["name"] == NODE)
 
 
 def _check(given: dict[str, Any]) -> None:
-    """What would be dropped, or be merged into nonsense. What stands in the spec is for Kubernetes to judge."""
+    """Refuse templates whose content would be dropped or merged wrongly. Kubernetes validates the spec itself."""
     known = ("metadata", "spec")
     if unknown := given.keys() - set(known):
         name = min(unknown)
@@ -50,7 +50,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _merged(ours: Any, theirs: Any, name: str = "") -> Any:
-    """Tables by key, lists by what names their entries; for all else theirs counts."""
+    """Merge objects by key and lists by their entries' names; otherwise the user's value wins."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         both = {key: _merged(ours[key], theirs[key], key) for key in ours.keys() & theirs.keys()}
         return {**ours, **theirs, **both}
@@ -75,23 +75,23 @@ def _pod(job: LaunchJob, config_map: str) -> dict[str, Any]:
         **_elsewhere(job),
         **_tolerated(job),
         "restartPolicy": "Never",
-        # SIGTERM has the step finished and committed; for so long.
+        # After SIGTERM, time to finish the step and commit.
         "terminationGracePeriodSeconds": job.warning,
         "automountServiceAccountToken": False,
-        # A claim belongs to root, and the image's user is another one.
+        # A claim belongs to root, and the image's user is not root.
         "securityContext": {"fsGroup": OWNER, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [_container(job)],
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
             {"name": "config", "configMap": {"name": config_map}},
-            # The default of 64 MiB has no room for NCCL, loaders and states in memory.
+            # The default of 64 MiB is too small for NCCL, data loaders and in-memory checkpoints.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
 
 
 def _elsewhere(job: LaunchJob) -> dict[str, Any]:
-    """On no node that is excluded."""
+    """Affinity that avoids excluded nodes."""
     names = [name for name in (job.exclude or "").split(",") if name]
     if not names:
         return {}
@@ -101,7 +101,7 @@ def _elsewhere(job: LaunchJob) -> dict[str, Any]:
 
 
 def _tolerated(job: LaunchJob) -> dict[str, Any]:
-    """Nodes with GPUs are often closed to pods that do not say that they come for them."""
+    """Tolerations: GPU nodes often accept only pods that ask for them."""
     if not job.on_gpus:
         return {}
     return {"tolerations": [{"key": _vendor(job), "operator": "Exists", "effect": "NoSchedule"}]}
@@ -127,7 +127,7 @@ def _container(job: LaunchJob) -> dict[str, Any]:
             {"name": "config", "mountPath": ETC, "readOnly": True},
             {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108
         ],
-        # Ready as soon as a launcher leads the run, which the others see too.
+        # Ready as soon as a launcher leads the run, which the other pods see too.
         "readinessProbe": {"exec": {"command": ["test", "-e", f"{run}/.alive"]}, "periodSeconds": 10},
     }
 

@@ -1,7 +1,7 @@
-"""Ray: a driver in the background holds a placement group, one bundle per node, and a launcher in each.
+"""Ray: a background driver holds a placement group, one bundle per node, with a launcher in each.
 
-The launcher of a node starts one worker per device, as everywhere. The driver is a process of this machine, so it is
-submitted, watched and cancelled as a local job is.
+A node's launcher starts one worker per device, as everywhere. The driver is a process of this machine, so it is
+submitted, watched and cancelled like a local job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write(job: LaunchJob) -> dict[str, str]:
 
 
 def bundle(job: LaunchJob) -> dict[str, float]:
-    """What a node's launcher takes: a device for each rank, and cores."""
+    """What a node's launcher reserves: a device per rank, and cores."""
     if not job.on_gpus:
         return {"CPU": float(job.cpus or job.devices)}
     return {"GPU": float(job.devices), "CPU": float(job.cpus or 1)}
@@ -55,12 +55,12 @@ def connect(job: LaunchJob) -> Any:
     return ray
 
 
-# What Ray calls a node, of which --exclude may name any; of its id, as many digits as a log shows.
+# Ray's names of a node, any of which --exclude accepts; and the digits of its id that a log shows.
 CALLED, DIGITS = ("NodeName", "NodeManagerHostname", "NodeManagerAddress"), 8
 
 
 def excluded(ray: Any, job: LaunchJob) -> list[str]:
-    """The ids of nodes that the job is not to use."""
+    """Ids of nodes that the job must not use."""
     there = [node for node in ray.nodes() if node["Alive"]]
     found = []
     for name in filter(None, (job.exclude or "").split(",")):
@@ -78,7 +78,7 @@ def excluded(ray: Any, job: LaunchJob) -> list[str]:
 
 
 def check(job: LaunchJob) -> str:
-    """Whether the cluster has as many nodes of that size at all. Where others use them, the job waits its turn."""
+    """Check that the cluster has enough nodes of that size. If they are busy, the job waits."""
     ray = connect(job)
     try:
         out = excluded(ray, job)

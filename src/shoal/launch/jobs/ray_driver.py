@@ -1,7 +1,7 @@
-"""``python -m shoal.launch.jobs.ray_driver JOB.json``: place launchers on Ray's nodes, replace those that are lost.
+"""``python -m shoal.launch.jobs.ray_driver JOB.json``: place launchers on Ray's nodes, and replace lost ones.
 
-A launcher whose node is removed is started again where Ray finds another node; the others wait for it, or go on without
-it (``--nodes 1:2``), as they do anywhere ([nodes](docs/nodes.md)). The driver decides nothing about the run.
+If a node is removed, its launcher is restarted where Ray finds another node; the others wait for it, or continue
+without it (``--nodes 1:2``), as everywhere ([nodes](docs/nodes.md)). The driver decides nothing about the run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import OWNER_ONLY
 
-# Between two looks at the launchers.
+# Seconds between two looks at the launchers.
 LOOK_SECONDS = 1.0
-# For how long launchers may take to end once one of them has: the run is over for all.
+# How long launchers may take to end once one has: the run is over for all.
 END_SECONDS = 60.0
 
 
@@ -41,7 +41,7 @@ class NodeLauncher:
         return __version__
 
     def run(self, words: Sequence[str], place: str, index: int) -> int:
-        """Until it ends; its exit code."""
+        """Run the launcher to its end; returns its exit code."""
         import ray
 
         node = f"ray-{index}-{ray.get_runtime_context().get_node_id()[:8]}"
@@ -54,13 +54,13 @@ class NodeLauncher:
         return self.process.wait()
 
     def stop(self) -> None:
-        """After the step, with a commit."""
+        """Stop after the step, with a commit."""
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
 
 
 def drive(job: LaunchJob, log: str) -> int:
-    """Place the launchers and wait; the exit code of the run."""
+    """Place the launchers and wait; returns the run's exit code."""
     ray = connect(job)
     try:
         restarts = 0
@@ -68,7 +68,7 @@ def drive(job: LaunchJob, log: str) -> int:
             driver = _Attempt(ray, job, log)
             with stoppable(driver.on_signal, STOP_SIGNALS):
                 code = driver.to_end()
-            # Stopped by some other hand: a launcher was told that its node goes away.
+            # Stopped from outside: a launcher was told that its node goes away.
             if code != STOPPED or driver.asked or restarts >= job.restarts:
                 return code
             restarts += 1
@@ -85,7 +85,7 @@ class _Attempt:
 
         self.ray, self.job, self.log = ray, job, log
         self.asked, self.lost = False, 0
-        # Spread strictly: two launchers on one node would share its devices and its memory.
+        # Strict spread: two launchers on one node would share its devices and memory.
         count, out = job.count.most, excluded(ray, job)
         where = [{"ray.io/node-id": f"!in({','.join(out)})"}] * count if out else None
         more = {"bundle_label_selector": where} if where else {}
@@ -110,7 +110,7 @@ class _Attempt:
             remove_placement_group(self.group)
 
     def _placed(self) -> bool:
-        """Wait for the nodes; false where the user no longer does."""
+        """Wait for the nodes; False if the user has given up."""
         print(f"waiting for {self.job.count.most} nodes with {bundle(self.job)}", flush=True)
         ready = self.group.ready()
         while not self.asked:
@@ -126,8 +126,8 @@ class _Attempt:
             "num_cpus": held["CPU"],
             "num_gpus": held.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, index),
-            "max_restarts": -1,  # where its node is lost: on the next one that Ray finds for the bundle
-            "max_concurrency": 2,  # to be stopped while it runs
+            "max_restarts": -1,  # after losing its node: on the next one that Ray finds for the bundle
+            "max_concurrency": 2,  # so that it can be stopped while it runs
         }
         return self.ray.remote(NodeLauncher).options(**options).remote(self.log)
 
@@ -143,7 +143,7 @@ class _Attempt:
         return self.actors[index].run.remote(words, str(self.job.working_directory), index)
 
     def _watch(self) -> int:
-        """Until the run is over: it ends with one exit code for all, so the first that comes is the run's."""
+        """Wait for the end of the run. All launchers end with the same exit code, so the first one decides."""
         running = {self._begin(index): index for index in range(len(self.actors))}
         codes: list[int] = []
         deadline, told = float("inf"), False
@@ -166,7 +166,7 @@ class _Attempt:
         return max(codes, default=STOPPED if self.asked else FAILED)
 
     def _code(self, ended: Any) -> int | None:
-        """None: no launcher said so; its node was lost, or it was killed."""
+        """None: the launcher reported no code because its node was lost, or it was killed."""
         try:
             code: int = self.ray.get(ended)
         except self.ray.exceptions.RayActorError:

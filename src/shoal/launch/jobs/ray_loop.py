@@ -8,7 +8,7 @@
     ).fit()
 
 Ray Train holds one worker per device. The first worker of each node runs the node's launcher, which starts one rank per
-device; the others hold theirs. What is lost, TorchTrainer starts again, and the run continues from its last commit.
+device; the others only hold theirs. TorchTrainer restarts lost workers, and the run resumes from its last commit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.facts.problem import BadInput, did_you_mean
 from shoal.launch.report import FINISHED
 from shoal.plan.resolve import resolve
 
-# What Ray Train tells its own workers: a launcher is none of them.
+# Variables for Ray Train's own workers, which a launcher is not.
 OF_WORKERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -33,7 +33,7 @@ SETTINGS = ("config", "run", "set", "layout")
 
 
 def train_loop(settings: dict[str, Any]) -> None:
-    """``settings``: what ``shoal train`` has as arguments: config, run (which all nodes see), set, layout."""
+    """``settings``: arguments of ``shoal train``: config, run (visible to all nodes), set, layout."""
     from ray import train
 
     if unknown := settings.keys() - set(SETTINGS):
@@ -54,12 +54,12 @@ def train_loop(settings: dict[str, Any]) -> None:
     words += [str(settings["config"])] if "config" in settings else []
     code, last = _launch(words, Path(settings["run"]).with_suffix(f".{here.get_node_rank()}.log"))
     if code != FINISHED:
-        # TorchTrainer starts all workers again, as often as its FailureConfig says.
+        # TorchTrainer restarts all workers, as often as its FailureConfig allows.
         raise RuntimeError(f"shoal train exited with {code}: {last}")
 
 
 def _check_world(settings: dict[str, Any], world: int, nodes: int) -> None:
-    """Said by every worker before any of them starts a launcher."""
+    """Checked by every worker before any of them starts a launcher."""
     config = settings.get("config")
     loaded = load(Path(config) if config else None, list(settings.get("set", ())), settings.get("layout"))
     layout = resolve(loaded.config, os.environ.get("CUDA_VISIBLE_DEVICES"), nodes).layout
@@ -70,7 +70,7 @@ def _check_world(settings: dict[str, Any], world: int, nodes: int) -> None:
 
 
 def _launch(words: list[str], log: Path) -> tuple[int, str]:
-    """The exit code of a launcher, which ends with this process, and its last line."""
+    """Run a launcher, which ends with this process; returns its exit code and last line."""
     tied = [sys.executable, "-m", "shoal.launch.jobs.tied", str(os.getpid()), sys.executable, "-m", "shoal"]
     mine = {name: value for name, value in os.environ.items() if name not in OF_WORKERS}
     with log.open("ab") as file:

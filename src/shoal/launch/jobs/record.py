@@ -1,4 +1,4 @@
-"""A submitted job's record, ``job.json`` of its run directory: how status, logs, cancel and ls find it again."""
+"""A submitted job's record, ``job.json`` in its run directory: how status, logs, cancel and ls find the job again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "job.json"
 
 
 class JobRecord(BaseModel):
-    """What was submitted, and what the engine calls it."""
+    """What was submitted, and the engine's name for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class JobRecord(BaseModel):
 
     @property
     def exit_code(self) -> int | None:
-        """What the job itself wrote down as it ended: engines forget, and call an exit by other names."""
+        """The exit code that the job itself recorded: engines forget, and rename exits."""
         return self._noted(EXIT)
 
     @property
@@ -48,13 +48,13 @@ class JobRecord(BaseModel):
             return None
 
     def note_cancelled(self) -> None:
-        """The job reads it as it ends, and does not start again."""
+        """Record the cancellation. The job reads it as it ends, and does not restart."""
         with private_files():
             replace_text(self.job.folder / CANCELLED, f"{self.id}\n")
 
 
 def write_files(job: LaunchJob, files: dict[str, str]) -> None:
-    """The job's files into its run directory, for the owner's eyes only."""
+    """Write the job's files into its run directory, readable by the owner only."""
     RunDirectory(job.run).check_place()
     with private_files():
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def write_record(record: JobRecord) -> None:
 
 
 def read_record(run: Path) -> JobRecord:
-    """That of a run directory."""
+    """The record of a run directory."""
     try:
         found = JobRecord.model_validate_json(read_settings(run / FILE))
     except FileNotFoundError:
@@ -80,16 +80,16 @@ def read_record(run: Path) -> JobRecord:
         raise BadInput(
             f"{run / FILE} cannot be read: {str(error).splitlines()[0]}", "submit it again"
         ) from None
-    # The directory may have been moved, or be mounted elsewhere here.
+    # The directory may have moved, or be mounted elsewhere here.
     return found.model_copy(update={"job": found.job.model_copy(update={"run": run.absolute()})})
 
 
 def records(place: Path) -> list[JobRecord]:
-    """Of all runs in a directory, the newest first."""
+    """Records of all runs in a directory, newest first."""
     found = []
     for path in place.glob(f"*/{FILE}"):
         try:
             found.append(read_record(path.parent))
         except BadInput:
-            continue  # a file that is none of ours
+            continue  # not one of our files
     return sorted(found, key=lambda record: -record.submitted)

@@ -1,6 +1,6 @@
-"""SageMaker: a CreateTrainingJob request with Shoal as the program, and the same with SDK 3.
+"""SageMaker: a CreateTrainingJob request that runs Shoal, and the same for SDK 3.
 
-There is no shared directory: nodes meet at the first host, and checkpoints are in the bucket (``checkpoint.to``).
+There is no shared directory: nodes connect to the first host, and checkpoints are in the bucket (``checkpoint.to``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal.plan.export.sagemaker import INSTANCES
 
 REQUEST, SDK, PROGRAM = "request.json", "sagemaker_job.py", "train.sh"
 MISSING = "pip install boto3; --dry-run shows the request anywhere"
-# The longest that SageMaker runs a job without asking for more; retries that it takes; what a volume holds.
+# SageMaker's longest job without a quota increase; its maximum of retries; the volume size.
 LONGEST, MOST_RETRIES, VOLUME_GB = 5 * 86400, 30, 500
 PORT = 29500
 CHECKPOINTS = "/opt/ml/checkpoints"
-# What is written where no role, bucket or image was named: shown in a dry run, refused by --submit.
+# Placeholders for a role, bucket or image that was not named: shown in a dry run, refused by --submit.
 ROLE, BUCKET = "arn:aws:iam::123456789012:role/your-role", "s3://your-bucket/shoal"
-# SageMaker's words for what a job is.
+# SageMaker's names for a job's states.
 STATES = {
     "InProgress": state.RUNNING,
     "Stopping": state.RUNNING,
@@ -55,7 +55,7 @@ def write(job: LaunchJob) -> dict[str, str]:
 
 
 def instance_of(job: LaunchJob) -> str:
-    """The kind of instance: what ``cluster.on`` names, or the one with eight of its devices."""
+    """The instance type: what ``cluster.on`` names, or the one with eight of its devices."""
     said = str(parse_toml(job.config)["cluster"]["on"])
     name = said.partition("@")[0].strip().lower().rpartition("ml.")[2] or said
     name = re.sub(r"^\d+x", "", name)
@@ -77,7 +77,7 @@ def instance_of(job: LaunchJob) -> str:
 
 
 def config_there(job: LaunchJob) -> str:
-    """With checkpoints in the bucket, where no other place is named: what an instance has goes with it."""
+    """The config, with checkpoints in the bucket unless another place is named: an instance's disk is lost with it."""
     config = Config.model_validate(parse_toml(job.config))
     if config.checkpoint.to is not None:
         return job.config
@@ -103,7 +103,7 @@ exec {train} --node "$host"{meet} --run "$run" "${{backend[@]}}" "$here/{CONFIG}
 
 
 def request(job: LaunchJob) -> dict[str, Any]:
-    """CreateTrainingJob, as boto3 and the command line take it."""
+    """The CreateTrainingJob request, as boto3 and the command line accept it."""
     bucket = _bucket(job)
     source = {
         "S3DataType": "S3Prefix",
@@ -126,7 +126,7 @@ def request(job: LaunchJob) -> dict[str, Any]:
             "VolumeSizeInGB": VOLUME_GB,
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": job.time_limit or LONGEST},
-        # Metrics and logs of the run, for the next job that continues it.
+        # The run's metrics and logs, for the next job that resumes it.
         "CheckpointConfig": {"S3Uri": f"{bucket}/{job.name}/run", "LocalPath": CHECKPOINTS},
         "RetryStrategy": {"MaximumRetryAttempts": max(1, min(job.restarts, MOST_RETRIES))},
         "Tags": [{"Key": "shoal", "Value": __version__}],
@@ -134,7 +134,7 @@ def request(job: LaunchJob) -> dict[str, Any]:
 
 
 def sdk_script(job: LaunchJob) -> str:
-    """The same with SDK 3, which uploads this folder itself."""
+    """The same with SDK 3, which uploads this directory itself."""
     asked = request(job)
     compute = {"instance_type": asked["ResourceConfig"]["InstanceType"], "instance_count": job.count.most}
     return f'''"""SageMaker SDK 3: {job.name} in {job.layout}. Run it in the folder where it was written."""
@@ -179,7 +179,7 @@ def _name(job: LaunchJob) -> str:
 
 
 def check(job: LaunchJob) -> str:
-    """What boto3 says of the request, without a word to AWS."""
+    """Validate the request with boto3, without contacting AWS."""
     for flag in ("role", "bucket", "image"):
         if getattr(job, flag) is None:
             example = {"role": ROLE, "bucket": BUCKET, "image": _image(job)}[flag]
@@ -189,7 +189,9 @@ def check(job: LaunchJob) -> str:
 
 
 def validate(asked: dict[str, Any]) -> None:
-    """Against botocore's own model of the service: names, types, lengths; and patterns, which it leaves to AWS."""
+    """Validate against botocore's model of the service: names, types, lengths, and patterns, which botocore leaves
+    to AWS.
+    """
     if find_spec("botocore") is None:
         raise BadInput("botocore is not installed here", MISSING)
     from botocore.validate import ParamValidator
@@ -202,7 +204,7 @@ def validate(asked: dict[str, Any]) -> None:
 
 @cache
 def _shape() -> Any:
-    """What CreateTrainingJob takes, as botocore knows it."""
+    """The parameters of CreateTrainingJob, as botocore knows them."""
     import botocore.session
 
     service = botocore.session.get_session().get_service_model("sagemaker")
@@ -210,7 +212,7 @@ def _shape() -> Any:
 
 
 def _strange(value: Any, shape: Any, where: str = "") -> list[str]:
-    """Texts that are no word of an enumeration, or do not have the service's pattern."""
+    """Values that are not in an enumeration or do not match the service's pattern."""
     if shape.type_name == "structure":
         inside = [
             (inner, shape.members[name], f"{where}.{name}".lstrip(".")) for name, inner in value.items()
@@ -224,7 +226,7 @@ def _strange(value: Any, shape: Any, where: str = "") -> list[str]:
         return [] if value in shape.enum else [f"{where}: {value!r} is not one that it knows"]
     try:
         fits = re.fullmatch(shape.metadata.get("pattern", ".*"), value, re.DOTALL)
-    except re.error:  # a pattern of Java's, with classes of letters that Python's do not have
+    except re.error:  # a Java pattern, with character classes that Python lacks
         return []
     return [] if fits else [f"{where}: {value!r} does not fit"]
 
@@ -253,7 +255,7 @@ def submit(job: LaunchJob) -> str:
     for name in (CONFIG, PROGRAM):
         key = f"{prefix}/{job.name}/job/{name}".lstrip("/")
         _asked(files.put_object, Bucket=bucket, Key=key, Body=(job.folder / name).read_bytes())
-    # A name is used once in an account.
+    # A name can be used once per account.
     asked = request(job) | {
         "TrainingJobName": f"{_name(job)}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     }
@@ -290,7 +292,7 @@ def log_file(record: JobRecord) -> Path | None:
 
 
 def cancel(record: JobRecord, now: bool) -> str:
-    """SageMaker sends SIGTERM, and kills after two minutes; it knows no other way."""
+    """SageMaker sends SIGTERM and kills after two minutes; there is no other way."""
     record.note_cancelled()
     _asked(_client().client("sagemaker").stop_training_job, TrainingJobName=record.id)
     return f"{record.id} finishes its step, commits and ends"

@@ -1,4 +1,4 @@
-"""Slurm: one batch file, one launcher per node. Slurm places, queues and starts again; Shoal continues the run."""
+"""Slurm: one batch file, one launcher per node. Slurm places, queues and requeues; Shoal continues the run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shoal.launch.track.tracking import END_SECONDS, trackers_of
 
 SCRIPT, LOG, FRUITLESS_FILE = "job.sbatch", "slurm.log", "fruitless"
 MISSING = "run it where Slurm's commands are; --dry-run shows the job anywhere"
-# For how long launchers may go on where one has ended without a word: they wait for it in vain.
+# How long launchers may continue after one has ended without a message: they wait for it in vain.
 LEFT_SECONDS = 60
-# How often in a row a job goes back into the queue without a step more: what ends it each time would end it again.
+# How often in a row a job is requeued without progress: whatever ends it each time would end it again.
 FRUITLESS = 10
-# How Slurm says that a node could not open the file of a job's output.
+# Slurm's exit code when a node could not open the job's output file.
 NO_LOG = "0:53"
-# The directory is shared, so launchers meet there, and any of them may lead. What srun says of tasks, and a user's
-# shell of a place to meet, would have them meet elsewhere.
+# The run directory is shared, so launchers connect through it, and any of them may lead. srun's task variables, and a
+# user's MASTER_ADDR, would make them connect elsewhere.
 LEFT_OUT = "SLURM_PROCID MASTER_ADDR MASTER_PORT"
-# What Slurm tells the processes of a job, and what of it is about Slurm itself.
+# Slurm's variables for a job's processes, and those among them that configure Slurm itself.
 OF_A_JOB, KEPT = ("SLURM_", "SLURMD_"), ("SLURM_CONF", "SLURM_CLUSTERS")
-# How it says that it has forgotten a job. Whatever else it says, it is not that.
+# Slurm's message for a job it has forgotten. Other messages mean something else.
 FORGOTTEN = "Invalid job id"
-# Slurm's words for what a job is. One that is completing still has processes.
+# Slurm's names for a job's states. A completing job still has processes.
 STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"), state.PENDING),
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"), state.RUNNING),
@@ -48,7 +48,7 @@ def write(job: LaunchJob) -> dict[str, str]:
 
 
 def script(job: LaunchJob) -> str:
-    """The batch file. Its shell runs on the first node, and has every launcher as a task of one step."""
+    """The batch file. Its shell runs on the first node and starts every launcher as a task of one step."""
     folder, run = str(job.folder), str(job.run)
     lines = [f"#SBATCH {shlex.quote(line)}" for line in _directives(job)]
     train = shlex.join(job.train(f"{folder}/{CONFIG}", run))
@@ -109,7 +109,7 @@ exit "$code"
 
 
 def _directives(job: LaunchJob) -> list[str]:
-    """What Slurm is told, one line each."""
+    """The #SBATCH directives, one per line."""
     log = str(job.folder / LOG).replace("%", "%%")
     found = [f"--job-name={job.name}", f"--nodes={job.count.most}", "--ntasks-per-node=1"]
     found += [f"--gpus-per-node={job.devices}"] if job.on_gpus else []
@@ -119,7 +119,7 @@ def _directives(job: LaunchJob) -> list[str]:
     for name in ("partition", "account", "exclude"):
         found += [f"--{name}={value}"] if (value := getattr(job, name)) else []
     found += [f"--chdir={job.working_directory}", f"--output={log}", "--open-mode=append", "--requeue"]
-    # With fewer nodes than were asked for the run goes on, in another layout.
+    # With fewer nodes than requested the run continues, in another layout.
     found += ["--no-kill"] if job.count.least < job.count.most else []
     found += [f"--signal=B:USR1@{job.warning}", *job.options]
     if bad := [line for line in found if re.search(r"[\0\r\n]", line) or not line.startswith("-")]:
@@ -132,18 +132,18 @@ def _config(job: LaunchJob) -> Config:
 
 
 def _patience(job: LaunchJob) -> int:
-    """The leader may be alone at the end: it gives trackers the last steps when the others have ended."""
+    """The leader may be alone at the end: it sends trackers the last steps when the others have ended."""
     return LEFT_SECONDS + (int(END_SECONDS) if trackers_of(_config(job).track) else 0)
 
 
 def _cpus(job: LaunchJob) -> int | None:
-    """Of a node: on CPUs one for each rank; where nodes are ours as a whole, all of them."""
+    """Cores per node: on CPUs one per rank; if we get whole nodes, all of them."""
     return job.cpus or (None if job.on_gpus else job.devices)
 
 
 def _each_node(job: LaunchJob) -> list[str]:
     found = [f"--cpus-per-task={cpus}"] if (cpus := _cpus(job)) else []
-    # With fewer nodes the launchers that are left go on; else they wait for the one that is lost, in vain.
+    # If fewer nodes are allowed, the remaining launchers continue; otherwise they would wait for the lost one in vain.
     found += ["--no-kill", "--wait=0"] if job.count.least < job.count.most else [f"--wait={_patience(job)}"]
     if job.image:
         mounts = ",".join([f"{job.run}:{job.run}", *job.mounts])
@@ -157,7 +157,7 @@ def _clock(seconds: int) -> str:
 
 
 def check(job: LaunchJob) -> str:
-    """``sbatch --test-only``: Slurm's own opinion of the very file, and when it would start."""
+    """``sbatch --test-only``: whether Slurm accepts the file, and when it would start."""
     if job.image and "--container-image" not in ask(["srun", "--help"], MISSING).stdout:
         raise BadInput("--image: this Slurm has no pyxis, so no containers", "leave it out, or ask for pyxis")
     done = ask(["sbatch", "--test-only"], MISSING, script(job), _environment())
@@ -181,8 +181,9 @@ def submit(job: LaunchJob) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What the job is to inherit. Of a job in which this is typed, its size is none of the new one's business:
-    srun would take the one that it finds there, or refuse two that differ."""
+    """The environment the job inherits. If submitted from within a job, that job's size must not leak: srun would
+    use it, or refuse because two sizes differ.
+    """
     mine = dict(os.environ)
     inside = "SLURM_JOB_ID" in mine
     return {name: word for name, word in mine.items() if not (inside and name.startswith(OF_A_JOB))} | {
@@ -195,7 +196,7 @@ def by_hand(job: LaunchJob) -> str:
 
 
 def status(record: JobRecord) -> JobState:
-    """From the controller, as long as it remembers the job; afterwards, from what the job wrote down."""
+    """From the controller, as long as it remembers the job; afterwards, from what the job recorded."""
     done = ask(["scontrol", "--oneliner", "show", "job", record.id], MISSING)
     if done.returncode and FORGOTTEN not in done.stderr:
         raise BadInput(f"Slurm says nothing of job {record.id}: {last_words(done)}", "ask again")

@@ -1,4 +1,4 @@
-"""What a job may be: one vocabulary for all engines."""
+"""States of a job: one vocabulary for all engines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OVER = (FINISHED, FAILED, CANCELLED, STOPPED, UNKNOWN)
 
 @dataclass(frozen=True)
 class JobState:
-    """What an engine says of a job."""
+    """An engine's report on a job."""
 
     state: str
-    detail: str = ""  # its own words
+    detail: str = ""  # the engine's own words
     nodes: str = ""
     restarts: int = 0
     exit_code: int | None = None
@@ -25,7 +25,7 @@ class JobState:
 
 
 def ended(code: int, asked: bool) -> str:
-    """What an exit code of ``shoal train`` makes of its job; ``asked``: it was cancelled."""
+    """The state after ``shoal train`` exits with ``code``; ``asked``: it was cancelled."""
     from shoal.launch import report
 
     if code == report.FINISHED:

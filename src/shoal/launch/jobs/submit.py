@@ -1,4 +1,4 @@
-"""Submit a job: ask the engine first, then write its files, send it, and record what it is called."""
+"""Submit a job: ask the engine first, then write its files, send it, and record its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.train.run_directory import RunDirectory
 
 
 def write_job(job: LaunchJob) -> dict[str, str]:
-    """Its files, in the run directory."""
+    """The job's files, in the run directory."""
     _check_free(job)
     files = find_target(job.target).write(job)
     write_files(job, files)
@@ -18,7 +18,9 @@ def write_job(job: LaunchJob) -> dict[str, str]:
 
 
 def submit_job(job: LaunchJob) -> tuple[JobRecord, str]:
-    """What was sent, and what the engine said of it before. Until the engine agrees nothing is written."""
+    """The record of the submitted job, and the engine's reply to the check. Nothing is written until the engine
+    agrees.
+    """
     target = find_target(job.target)
     RunDirectory(job.run).check_place()
     said = target.check(job)
@@ -29,7 +31,7 @@ def submit_job(job: LaunchJob) -> tuple[JobRecord, str]:
 
 
 def _check_free(job: LaunchJob) -> None:
-    """Two jobs at one run would compete for it."""
+    """Refuse a second job for the same run: they would compete for it."""
     if not (job.run / FILE).exists():
         return
     before = read_record(job.run)

@@ -1,4 +1,4 @@
-"""What every target can do, and which there are. Each is a module, imported when it is asked for."""
+"""The interface of all targets, and their list. Each target is a module, imported on first use."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class JobTarget(Protocol):
     """An engine that runs jobs."""
 
     def write(self, job: LaunchJob) -> dict[str, str]:
-        """The files of a job: names in the run's folder ``job``, and texts."""
+        """The files of a job: names in the run's ``job`` directory, and contents."""
 
     def check(self, job: LaunchJob) -> str:
-        """Ask the engine whether it would take the job, before anything is written; what it says."""
+        """Ask the engine whether it would accept the job, before anything is written; returns its reply."""
 
     def submit(self, job: LaunchJob) -> str:
-        """Submit what was written; the job's name with the engine."""
+        """Submit what was written; returns the engine's name of the job."""
 
     def status(self, record: JobRecord) -> JobState:
-        """What has become of it."""
+        """The job's state."""
 
     def logs(self, record: JobRecord, lines: int) -> str:
         """The last lines of what the job printed."""
 
     def log_file(self, record: JobRecord) -> Path | None:
-        """Where it prints to, if this machine sees that."""
+        """Where it prints to, if this machine can read that."""
 
     def cancel(self, record: JobRecord, now: bool) -> str:
-        """Have it finish its step, commit and end; or end at once. What was done, in words."""
+        """Make it finish its step, commit and end; or end at once. Returns what was done, in words."""
 
     def by_hand(self, job: LaunchJob) -> str:
         """The command that submits what was written."""
@@ -58,7 +58,7 @@ def ask(
     given: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A scheduler's own command; ``missing``: what to do where it is not installed."""
+    """Run a scheduler's command; ``missing``: what to do if it is not installed."""
     if shutil.which(words[0]) is None:
         raise BadInput(f"{words[0]} is not on this machine", missing)
     try:
@@ -78,7 +78,7 @@ def ask(
 
 
 def last_words(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command said on its way out, in one line: without its own name, and without where its manual is."""
+    """A command's error in one line, without its own name and pointers to its manual."""
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines()]
     lines = [line for line in lines if line and not line.startswith("Try ")]
     return re.sub(r"^(\w+: )?(error: )?", "", lines[-1]) if lines else f"exit {done.returncode}"

@@ -1,1 +1,1 @@
-"""Train on several machines: one launcher with its own agent per node, one of which leads."""
+"""Train on several machines: one launcher with its own agent per node; one of them leads."""

@@ -10,17 +10,19 @@ from shoal.facts.config import Config
 from shoal.facts.config.paths import of_any_place
 from shoal.facts.problem import BadInput
 
-# What a config says of one machine alone: its network's interface and where it keeps data.
+# Config fields that are specific to one machine: its network interface and where it caches data.
 OF_ONE_NODE = {"cluster": {"interface"}, "data": {"cache"}}
 
 
 def of_all_nodes(config: Config) -> dict[str, Any]:
-    """What a config says to all of them. What they share may be mounted elsewhere on each: its content is compared."""
+    """The part of a config that must agree on all nodes. Shared files may be mounted at different paths: their
+    content is compared.
+    """
     return of_any_place(config.model_dump(mode="json", exclude=OF_ONE_NODE))
 
 
 class NodeCount(NamedTuple):
-    """A run begins, and goes on, with at least ``least`` nodes, and takes in more up to ``most``."""
+    """A run starts and continues with at least ``least`` nodes, and accepts more up to ``most``."""
 
     least: int
     most: int
@@ -42,7 +44,7 @@ class NodeCount(NamedTuple):
 
 
 def node_name(given: str | None) -> str:
-    """What a machine is called: it is part of a path, and said in messages."""
+    """This machine's name: part of paths, and shown in messages."""
     name = given if given is not None else socket.gethostname()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise BadInput(f"--node {name}: letters, digits, '.', '-' and '_' alone", "--node a")

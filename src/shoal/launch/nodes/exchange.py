@@ -1,11 +1,11 @@
-"""The exchange between launchers: a thread of each that says what its node does, and hears what the leader wants.
+"""The exchange between launchers: a thread in each reports what its node does, and receives what the leader wants.
 
-Only that thread uses the connection. Other threads leave messages with it, and read what it heard last
-and when. So no caller hangs where a network has been cut.
+Only that thread uses the connection. Other threads leave messages with it, and read what it received last and when. So
+no caller hangs if a network connection breaks.
 
-An exchange costs each launcher two or three messages, however many there are: it says that it lives (a beat: a few
-bytes) and hears the leader's beat. Documents are written when they change, and read when a beat says that they have.
-The leader reads all beats in one message; of more than a few dozen launchers most beats come by way of others
+An exchange costs each launcher two or three messages, however many launchers there are: it writes a heartbeat (a few
+bytes) and reads the leader's. Documents are written when they change, and read when a heartbeat says so. The leader
+reads all heartbeats in one message; with more than a few dozen launchers most heartbeats come through others
 (``relay.py``).
 """
 
@@ -25,19 +25,20 @@ from shoal.launch.nodes.messages import Announcement, Status
 from shoal.launch.nodes.relay import Relay, RelayLink, head_of, passed_key
 from shoal.parallel.signed_store import SignedStore
 
-# Between two exchanges. With more nodes than these there are as many messages in a second, and each waits longer for
-# its turn; but a launcher that lives is heard at least so many times before it would be taken for lost.
+# Seconds between two exchanges. With more nodes than the next constant, the number of messages per second stays the
+# same and each node waits longer; but a live launcher is heard at least as often as the last constant says before it
+# would count as lost.
 TICK_SECONDS = 0.1
 NODES_A_TICK = 512
 TICKS_IN_PATIENCE = 12
-# After so many exchanges a document is written and read again: another process may have put an older one back.
+# A document is written and read again after this many exchanges: another process may have restored an older one.
 REPEAT = 16
 
-# Keys of the leader's store: its document and its beat; each launcher's have its number.
+# Keys of the leader's store: its document and its heartbeat; those of each launcher carry its number.
 CALL, CALL_BEAT = "call", "call-beat"
-# How often launchers may join while one leader leads.
+# How many launchers may join while one leader leads.
 MOST_NUMBERS = 1 << 16
-# Launchers that come at the same moment choose among so many numbers.
+# Launchers that arrive at the same moment choose among this many numbers.
 CHOICE = 16
 
 
@@ -50,7 +51,7 @@ def beat_key(number: int) -> str:
 
 
 def tick_of(nodes: int, patience: float) -> float:
-    """Seconds between two exchanges of so many."""
+    """Seconds between two exchanges with this many nodes."""
     return min(
         max(TICK_SECONDS, TICK_SECONDS * nodes / NODES_A_TICK),
         max(TICK_SECONDS, patience / TICKS_IN_PATIENCE),
@@ -58,39 +59,39 @@ def tick_of(nodes: int, patience: float) -> float:
 
 
 def silence(timeout: float) -> float:
-    """Seconds after which a launcher that is not heard from is taken for lost."""
+    """Seconds of silence after which a launcher counts as lost."""
     return min(max(timeout / 2, 2.0), 10.0)
 
 
 class MeetingThread(ABC):
-    """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
+    """One launcher's side of the exchange. Subclasses define what each exchange does."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         self.store, self.status, self.patience = store, status, silence(timeout)
         self.number = _join(store, status)
         self.call = Announcement()
         self.tick = TICK_SECONDS
-        self.exchanges = 0  # so far
-        self._news = True  # the status is not the one that was told last
+        self.exchanges = 0  # number of exchanges so far
+        self._news = True  # the status has changed since it was last written
         self._document = ToldDocument()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._over = False
-        self._talked = time.monotonic()  # when the store last answered
-        self.broken = ""  # why nothing will be heard any more; empty as long as something may
+        self._talked = time.monotonic()  # when the store last responded
+        self.broken = ""  # why nothing more will be received; empty while something may
         self._thread = threading.Thread(target=self._run, name="shoal-meeting", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Say the last word, and no more."""
+        """Send the last status and stop."""
         self._over = True
         self._wake.set()
         self._thread.join(CONNECT_SECONDS)
 
     def say(self, **changes: Any) -> None:
-        """Change what is said of this node, and say it soon."""
+        """Change this node's status, and send it soon."""
         with self._changed:
             before, self.status = self.status, self.status.model_copy(update=changes)
             if self.status == before:
@@ -99,7 +100,7 @@ class MeetingThread(ABC):
         self._wake.set()
 
     def wait(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until something holds, which may change with whatever is heard; False where the time is over."""
+        """Wait until a condition holds, which is checked after every exchange; False on timeout."""
         with self._changed:
             return self._changed.wait_for(until, seconds)
 
@@ -113,11 +114,11 @@ class MeetingThread(ABC):
                 self._wake.clear()
 
     def turn(self) -> bool:
-        """One exchange; false where there is no use in another."""
+        """Do one exchange; False if another would be pointless."""
         try:
             self._exchange()
             self._talked = time.monotonic()
-        except Exception as error:  # torch has several, and all mean the same
+        except Exception as error:  # torch has several exceptions, and all mean the same
             self.broken = self.broken or f"{type(error).__name__}: {error}"
             failed = True
         else:
@@ -129,13 +130,13 @@ class MeetingThread(ABC):
 
     @abstractmethod
     def _exchange(self) -> None:
-        """Say and hear, at every tick."""
+        """Send and receive, once per tick."""
 
     def _tell_status(self) -> None:
         self.store.set(beat_key(self.number), self._next_beat())
 
     def _next_beat(self) -> str:
-        """It says which document is valid; where that has changed, it is told first."""
+        """The next heartbeat. It names the valid document version; a changed document is written first."""
         with self._changed:
             beat = self.status.beat + 1
             self.status = self.status.model_copy(update={"beat": beat})
@@ -148,20 +149,20 @@ class MeetingThread(ABC):
 
 @dataclass(frozen=True)
 class ToldDocument:
-    """As it was told last, and with which beat."""
+    """A document as last written, and the heartbeat it was written with."""
 
     text: str = ""
     beat: int = 0
 
     def due(self, beat: int) -> bool:
-        """When it is new; and from time to time, unchanged."""
+        """Whether to write it: when it is new, and from time to time unchanged."""
         return (beat - self.beat) % REPEAT == 0
 
 
 def _join(store: SignedStore, status: Status) -> int:
-    """A number that no launcher of this run has: the first that is free, or near it where many come at once.
+    """Take a number that no launcher of this run has: the first free one, or one near it if many arrive at once.
 
-    A counter could be set to anything by any process.
+    A counter would not do: any process could set it to anything.
     """
     told = status.model_dump_json()
     ahead = 1
@@ -173,7 +174,7 @@ def _join(store: SignedStore, status: Status) -> int:
 
 
 def _last_taken(store: SignedStore) -> int:
-    """A number that is taken, or 0, and the next one is free: found without a look at all of them."""
+    """A taken number whose successor is free, or 0; found without checking all of them."""
     step = 1
     while step <= MOST_NUMBERS and store.has(node_key(step)):
         step *= 2
@@ -185,14 +186,14 @@ def _last_taken(store: SignedStore) -> int:
 
 
 class Follower(MeetingThread):
-    """Says what its node does, and hears what the leader wants."""
+    """Reports its node's status, and receives what the leader wants."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float, address: str = LOOPBACK) -> None:
-        """``address``: of this node, where others can reach it."""
+        """``address``: where others can reach this node."""
         super().__init__(store, status, timeout)
         self.address, self.timeout = address, timeout
-        self._called = time.monotonic()  # when the leader's document was last there
-        self._heard = -1  # the beat of that document
+        self._called = time.monotonic()  # when the leader's document was last received
+        self._heard = -1  # the heartbeat of that document
         self._heard_at = 0  # and the exchange
         self._call_text = ""
         self.relay: Relay | None = None
@@ -200,7 +201,7 @@ class Follower(MeetingThread):
 
     @property
     def lost(self) -> bool:
-        """Whether the leader is; once and for all, for others have gone on without this node."""
+        """Whether the leader is lost; final, because others have continued without this node."""
         if not self.broken and time.monotonic() - min(self._talked, self._called) > self.patience:
             self.broken = f"no answer for {self.patience:.0f} s"
         return bool(self.broken)
@@ -219,7 +220,7 @@ class Follower(MeetingThread):
         beat, valid, tick = text.split()
         if int(valid) > self._heard or self.exchanges - self._heard_at >= REPEAT:
             self._hear(int(valid), document)
-        # Another process may have put an older beat back, or have taken the document away.
+        # Another process may have restored an older heartbeat, or removed the document.
         if self._heard >= int(valid) and int(beat) >= self.call.beat:
             self._called, self.tick = time.monotonic(), float(tick)
             with self._changed:
@@ -231,22 +232,22 @@ class Follower(MeetingThread):
         text = self.store.read(CALL) if document is None else document
         call = None if text is None else Announcement.model_validate_json(text)
         if text is None or call is None or call.beat < max(valid, self._heard):
-            self._heard = min(self._heard, valid - 1)  # asked for again
+            self._heard = min(self._heard, valid - 1)  # request it again
             return
         self._heard, self._heard_at, self._call_text = call.beat, self.exchanges, text
         with self._changed:
             self.call = call.model_copy(update={"beat": max(call.beat, self.call.beat)})
 
     def _usable_link(self) -> RelayLink | None:
-        """To the head, as long as the leader is heard by way of it."""
+        """The link to the relay head, as long as the leader is heard through it."""
         if self.link is not None and self.link.fresh(self.tick):
             return self.link
         if self.link is not None and time.monotonic() - self.link.at > self.patience:
-            self.link.failed, self.link = True, None  # perhaps there is another one by now
+            self.link.failed, self.link = True, None  # there may be another one by now
         return None
 
     def _pass_on(self, beat: str) -> None:
-        """As a head, to the neighbours and from them; as a neighbour, look for the head."""
+        """As a head, relay heartbeats for the neighbours; as a neighbour, look for the head."""
         head = head_of(self.number)
         if head == self.number:
             self.relay = self.relay or Relay(self.address, self.store.secret, self.timeout, head)

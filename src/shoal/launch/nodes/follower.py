@@ -1,4 +1,4 @@
-"""A launcher that follows: runs its node's ranks as the leader says and reports on them."""
+"""A launcher that follows: runs its node's ranks as the leader says, and reports on them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import OF_THE_LIMIT, Limits
 from shoal.train.guard.watched_ranks import LocalRanks
 
-# Between two looks at the ranks' recorders.
+# Seconds between two looks at the ranks' flight recorders.
 WITNESS_SECONDS = 0.25
-# How long the agent may take to end once the leader is lost: it may hang in a connection that was cut.
+# How long the agent may take to end once the leader is lost: it may hang in a broken connection.
 ABANDON_SECONDS = 3.0
 
 
 class Ended(Exception):
-    """The leader says that it is over."""
+    """The leader says that the run is over."""
 
     def __init__(self, end: End) -> None:
         self.end = end
@@ -50,7 +50,7 @@ class FollowerSupervisor(Supervisor):
         self._index = 0
         self._witness: RankReporter | None = None
         self._witnessed = 0.0
-        self._over_at = 0.0  # when there was nothing to do any more
+        self._over_at = 0.0  # when there was nothing left to do
         self._took_part = False
         super().__init__(job, *rest)
 
@@ -63,7 +63,7 @@ class FollowerSupervisor(Supervisor):
             store = connect(self.place.port, talking.secret, timeout, self.place.address)
             address = address_of(self.job.config.cluster.interface)
             self.follower = Follower(talking, self._status, timeout, address)
-        except RuntimeError:  # as torch says it
+        except RuntimeError:  # torch's error
             raise LeaderLost from None
         self.follower.start()
         name, place = self.run.path.name, self.place
@@ -72,7 +72,7 @@ class FollowerSupervisor(Supervisor):
     # A round.
 
     def next_round(self, number: int) -> tuple[int, int, int]:
-        """Wait for a round that this node takes part in, ``number`` or later: its workers, if any, have ended."""
+        """Wait for a round ``number`` or later that this node takes part in; its workers, if any, have ended."""
         follower = self.follower
         deaths, devices = tuple(self.agent.crew.deaths()), self.devices() or 1
         step = max(map(self._step_of, self.agent.crew.processes), default=0)
@@ -92,14 +92,14 @@ class FollowerSupervisor(Supervisor):
         cluster = Cluster.model_validate(todo.cluster)
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
         self._assign(job, todo.number, len(todo.nodes), todo.attempt, todo.set_aside)
-        self.agent.crew = Crew()  # who has died before is no longer of interest
+        self.agent.crew = Crew()  # earlier deaths no longer matter
         follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, still=-1, standings={})
         ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
         return todo.number, self._index, len(todo.nodes)
 
     def _something_to_do(self) -> Round | Exception | None:
-        """What the leader wants of this node; None while it wants nothing."""
+        """What the leader wants of this node; None if nothing."""
         follower, call = self.follower, self.follower.call
         if (over := self.over()) is not None:
             return over
@@ -110,7 +110,7 @@ class FollowerSupervisor(Supervisor):
         return round if round is not None and fresh and follower.number in round.nodes else None
 
     def over(self) -> Exception | None:
-        """Why this node has nothing to do any more; None as long as it may have."""
+        """Why this node has nothing left to do; None while it may have."""
         call = self.follower.call
         if why := call.refused.get(self.follower.number):
             return BadInput(
@@ -129,7 +129,7 @@ class FollowerSupervisor(Supervisor):
         return range(self._index * here, (self._index + 1) * here)
 
     def _watch_over(self, limits: Limits) -> None:
-        """The leader has a watchdog, and is told of these."""
+        """Report on the ranks: the watchdog is the leader's."""
         local = LocalRanks(self.run, self._my_ranks(), self.agent.processes)
         quarter, world = limits.step * SUSPICIOUS, self.job.layout.world
         self._witness = RankReporter(
@@ -157,14 +157,14 @@ class FollowerSupervisor(Supervisor):
             follower.say(**self._witness.tell(call.ask, call.details))
 
     def _ask_to_stop(self) -> None:
-        """The run, if this node takes part in it; one that only waits just goes."""
+        """Ask the leader to stop the run, if this node takes part in it; a node that only waits just leaves."""
         self.follower.say(stop=self._took_part)
 
     def _goes_on(self) -> bool:
-        """Always: whether it is over is for the leader to say."""
+        """Always True: the leader decides when it is over."""
         return True
 
-    # The end.
+    # Ending.
 
     def _is_hopeless(self) -> bool:
         return bool(self._over_at) and time.monotonic() - self._over_at > ABANDON_SECONDS
@@ -177,7 +177,7 @@ class FollowerSupervisor(Supervisor):
         follower = self.follower
         if self.insisted or isinstance(self.error, (Interrupted, GaveUp)):
             return super()._verdict()
-        # What the agent has met with, in a connection that is gone, the thread that talks may not have noticed yet.
+        # The agent may have hit a broken connection that the exchange thread has not noticed yet.
         follower.wait(lambda: self.over() is not None, follower.patience)
         over = self.over() or LeaderLost()
         if not isinstance(over, Ended):

@@ -1,4 +1,4 @@
-"""The leader's side of the exchange: it hears all nodes, refuses some, and says what is to be done."""
+"""The leader's side of the exchange: receives all nodes' reports, refuses some, and publishes what to do."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from shoal.launch.nodes.messages import Status
 from shoal.launch.nodes.relay import FRESH, MANY, passed_key, read_passed
 from shoal.parallel.signed_store import SignedStore
 
-# Of many launchers the leader looks for more after so many exchanges.
+# With many launchers, the leader looks for new ones only after this many exchanges.
 LOOK_FOR_MORE = 8
-# How many numbers in a row the leader skips at most: free ones, and those with foreign values.
+# The most numbers in a row that the leader skips: free ones, and those with foreign values.
 MOST_STRANGE = 64
 
 
 @dataclass
 class Heard:
-    """What was last heard of a node, and when that last changed."""
+    """A node's last report, and when it last changed."""
 
     status: Status
     at: float
     beat: int = 0
-    relayed: float = 0.0  # when a beat last came by way of a head
+    relayed: float = 0.0  # when a heartbeat last came through a relay head
 
 
 class Leader(MeetingThread):
-    """Hears all nodes, and says what is to be done. Its own node is one of them, the first."""
+    """Receives all nodes' reports, and publishes what to do. Its own node is the first of them."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         super().__init__(store, status, timeout)
         self._heard: dict[int, Heard] = {}
-        self._beating: list[int] = []  # whose beats are read at once
-        self._joined = 0  # numbers up to this are all taken, by launchers that were heard or refused
-        self._numbers: dict[str, list[int]] = {}  # of each name, in the order in which they came
+        self._beating: list[int] = []  # nodes whose heartbeats are read at once
+        self._joined = 0  # all numbers up to this are taken, by launchers that were accepted or refused
+        self._numbers: dict[str, list[int]] = {}  # numbers by name, in order of arrival
         self._call_news, self._call = True, ToldDocument()
         store.set(CALL, self.call.model_dump_json())
         store.set(CALL_BEAT, f"0 0 {self.tick}")
@@ -59,7 +59,7 @@ class Leader(MeetingThread):
         self._wake.set()
 
     def alive(self) -> Mapping[int, Status]:
-        """The nodes that are heard from, this one first."""
+        """The nodes that are alive, this one first."""
         now = time.monotonic()
         with self._changed:
             others = {
@@ -70,7 +70,7 @@ class Leader(MeetingThread):
             return {self.number: self.status, **others}
 
     def heard(self) -> list[Status]:
-        """What every other node said last, also those that were refused."""
+        """Every other node's last status, including refused ones."""
         return [one.status for one in self._heard.values()]
 
     def silent_for(self, number: int) -> float:
@@ -82,7 +82,7 @@ class Leader(MeetingThread):
         return status.name if status else f"number {number}"
 
     def last_of(self, number: int) -> Status | None:
-        """What a node said last, be it long ago."""
+        """A node's last status, however old."""
         if number == self.number:
             return self.status
         heard = self._heard.get(number)
@@ -107,7 +107,7 @@ class Leader(MeetingThread):
         self.store.set(CALL_BEAT, f"{beat} {self._call.beat} {self.tick:.3f}")
 
     def _hear_beats(self) -> None:
-        """Of all whose beats are known to be there; and the documents of those who say that theirs has changed."""
+        """Read the heartbeats of all known nodes, and the documents of those that say theirs has changed."""
         now, beats = time.monotonic(), dict[int, tuple[int, int]]()
         heads = [number for number in self._beating if self._heard[number].status.relay]
         for text in self.store.read_all([passed_key(head) for head in heads]):
@@ -123,7 +123,7 @@ class Leader(MeetingThread):
         changed = []
         for number, (beat, valid) in beats.items():
             heard = self._heard.get(number)
-            if heard is not None and beat > heard.beat:  # another process may have put an older one back
+            if heard is not None and beat > heard.beat:  # another process may have restored an older one
                 heard.beat, heard.at = beat, now
             if heard is not None and valid > heard.status.beat:
                 changed.append(number)
@@ -131,9 +131,9 @@ class Leader(MeetingThread):
             self._take_document(number, text)
 
     def _hear_others(self) -> None:
-        """Those who have come since, however many foreign values there are; and those whose beat is not there yet."""
+        """Look for new launchers, despite foreign values, and for known ones without a heartbeat yet."""
         beating, number = set(self._beating), self._joined
-        free = strange = 0  # in a row: who comes at the same moment as others may leave some out
+        free = strange = 0  # in a row: launchers that arrive together may skip numbers
         while number < MOST_NUMBERS and free <= CHOICE and strange <= MOST_STRANGE:
             number += 1
             if number in beating or number == self.number:
@@ -171,9 +171,9 @@ class Leader(MeetingThread):
                 self._refuse_other(number, told)
 
     def _refuse_namesakes(self) -> None:
-        """Of two launchers that live and are called the same, the later: they would share one memory.
+        """Of two live launchers with the same name refuse the later one: they would share one memory.
 
-        One that has lost us, and has found us again, comes with a new number; it is the same process.
+        A launcher that lost us and found us again has a new number, but is the same process.
         """
         if not any(numbers[1:] or name == self.status.name for name, numbers in self._numbers.items()):
             return
@@ -188,7 +188,7 @@ class Leader(MeetingThread):
                 )
 
     def _refuse_other(self, number: int, status: Status) -> None:
-        """One whose ranks would train something else."""
+        """Refuse a launcher whose ranks would train something else."""
         if status.trouble:
             self._refuse(number, status.trouble)
             return

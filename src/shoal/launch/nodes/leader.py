@@ -37,19 +37,19 @@ from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.guard.watched_ranks import LocalRanks
 
-# Between two looks at who leads, as the run's directory says: that may be far away.
+# Seconds between two checks of who leads, according to the run directory, which may be slow to reach.
 PLACE_SECONDS = 1.0
-# For how long nodes may take to end their workers, which torch's agent gives 30 seconds.
+# How long nodes may take to end their workers, to which torch's agent gives 30 seconds.
 SETTLE_SECONDS = 30.0
-# For how long a round waits for the nodes that it needs.
+# How long a round waits for the nodes it needs.
 JOIN_SECONDS = 600.0
-# For how long the others may take to hear that it is over.
+# How long the others may take to learn that the run is over.
 FAREWELL_SECONDS = 5.0
 NOT_SHARED = "a directory that all nodes share: --run DIR; or a store for the state: --set checkpoint.to=s3://bucket/runs"
 
 
 class LeaderSupervisor(Supervisor):
-    """``shoal train --nodes`` on the node that holds the run's directory. Its ranks come first."""
+    """``shoal train --nodes`` on the node that holds the run directory. Its ranks come first."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class LeaderSupervisor(Supervisor):
         job: Job,
         *rest: Any,
     ) -> None:
-        """``more_seconds``: for how long the first round waits for more nodes than it needs.
+        """``more_seconds``: how long the first round waits for more nodes than it needs.
 
-        ``met``: where the others were told to look, the store there, and the token that shows whether they see the
+        ``met``: where the others look for the leader, the store there, and the token that shows whether they see the
         state; None: they share the run directory.
         """
         self.met = met
@@ -108,12 +108,14 @@ class LeaderSupervisor(Supervisor):
     # A round.
 
     def begin_round(self, number: int) -> tuple[int, int, int]:
-        """End the round before, see why it failed, gather nodes, and say what they do; this node is the first."""
+        """End the previous round, find out why it failed, gather nodes, and publish their work; this node is the
+        first.
+        """
         leader, ended = self.leader, self.leader.call.round
-        set_aside: tuple[int, ...] = ()  # the others have copies of their own
+        set_aside: tuple[int, ...] = ()  # the other nodes have their own copies
         if ended is not None:
             leader.command(over=ended.number)
-            # One that does not get rid of its workers is left out.
+            # A node that does not end its workers in time is left out.
             patience = SETTLE_SECONDS + self.job.config.fault.timeout
             leader.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]), patience)
             if not self._regrouped:
@@ -121,7 +123,7 @@ class LeaderSupervisor(Supervisor):
         self._regrouped = False
         leader.say(devices=self.devices() or 1)  # some may be gone
         there, job = self._gather_enough(first=ended is None)
-        # On some numbers of nodes there is no layout.
+        # Some numbers of nodes have no layout.
         taking_part = tuple(there)[: job.cluster.nodes if job is not self.wanted else len(there)]
         self._note_change(job, taking_part, ended)
         cluster = job.cluster.model_dump(mode="json")
@@ -152,7 +154,7 @@ class LeaderSupervisor(Supervisor):
         return {mine: self.leader.status, **others}
 
     def _gather_enough(self, first: bool) -> tuple[dict[int, Status], Job]:
-        """As many nodes as are needed, and the job on them. A model may need more than the user said."""
+        """As many nodes as needed, and the job on them. A model may need more than the user asked for."""
         least = self.nodes.least
         while True:
             there = self._gather(first, least)
@@ -164,7 +166,7 @@ class LeaderSupervisor(Supervisor):
                 least = len(there) + 1
 
     def _gather(self, first: bool, least: int) -> dict[int, Status]:
-        """Wait for so many nodes; in the beginning a little longer, for more of them."""
+        """Wait for ``least`` nodes; at the start a little longer, for more."""
         most = self.nodes.most
         began = time.monotonic()
         if len(self._ready()) < least:
@@ -181,7 +183,7 @@ class LeaderSupervisor(Supervisor):
             return bool(self.asked) or bool(self._trouble()) or (count >= least and not more)
 
         if not self.leader.wait(gathered, JOIN_SECONDS):
-            # Nothing is wrong with the run: whatever places nodes may have one later, and starts it again.
+            # The run itself is fine: whatever provides nodes may have one later, and restart it.
             who = ", ".join(one.name for one in self._ready().values())
             raise Interrupted(f"{least} nodes did not join within {JOIN_SECONDS:.0f} s; joined: {who}")
         ready = self._ready()
@@ -193,13 +195,13 @@ class LeaderSupervisor(Supervisor):
         return in_order(self.leader.number, taken, self.wanted.cluster)
 
     def _trouble(self) -> str:
-        """Why nodes that have come can take no part, where too few others have."""
+        """Why nodes that have come cannot take part, if the others are too few."""
         if len(self._ready()) >= self.nodes.least:
             return ""
         return next((one.trouble for one in self.leader.heard() if one.trouble), "")
 
     def _laid_out(self, there: dict[int, Status]) -> Job:
-        """The layout that was asked for where it has room on these nodes; else the planner chooses one that has."""
+        """The requested layout if it fits these nodes; otherwise the planner chooses one that does."""
         count = len(there)
         room = count * min(status.devices for status in there.values())
         world = self.wanted.layout.world
@@ -223,7 +225,7 @@ class LeaderSupervisor(Supervisor):
     # Faults.
 
     def _deaths(self) -> list[Death]:
-        """Those of all nodes. Their clocks may differ, so who died of a signal that was not ours comes first."""
+        """Deaths on all nodes. Clocks may differ, so deaths by a signal that was not ours come first."""
         deaths = self.agent.crew.deaths()
         for node in self._round_nodes()[1:]:
             status = self.leader.last_of(node)
@@ -232,7 +234,7 @@ class LeaderSupervisor(Supervisor):
         return sorted(deaths, key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
 
     def _cause(self) -> Failure:
-        """A node that is lost takes its ranks with it, and what others saw of that is an echo."""
+        """The root cause. A lost node takes its ranks with it, and what others saw of that is an echo."""
         nodes = self._round_nodes()
         for index, node in enumerate(nodes):
             if self._is_lost(node):
@@ -246,14 +248,14 @@ class LeaderSupervisor(Supervisor):
         return super()._cause()
 
     def _step_of(self, rank: int) -> int:
-        """Of a rank elsewhere its launcher has said so: what ranks record is on their own machines."""
+        """A remote rank's step is reported by its launcher, because recorders stay on their own machines."""
         nodes = self._round_nodes()
         index = rank // max(1, self.job.layout.world // max(1, len(nodes)))
         status = self.leader.last_of(nodes[index]) if 0 < index < len(nodes) else None
         return status.step if status is not None else super()._step_of(rank)
 
     def _my_logs(self) -> list[Path] | None:
-        """All of them; but where there are many, other launchers see to their own."""
+        """All logs; with many nodes, other launchers redact their own."""
         here = self.job.layout.world // self.nodes.most
         return [self.run.log(rank) for rank in range(here)] if self.job.layout.world > ALWAYS else None
 
@@ -282,7 +284,7 @@ class LeaderSupervisor(Supervisor):
         if time.monotonic() - self._looked >= PLACE_SECONDS:
             self._looked = time.monotonic()
             if not self.place.stands(self.run.path):
-                raise LeaderLost  # another one leads
+                raise LeaderLost  # another launcher leads
         round, crew = self.leader.call.round, self.agent.crew
         if round is None or round.number != self.rendezvous.round or self._heard == self.leader.exchanges:
             return
@@ -298,7 +300,7 @@ class LeaderSupervisor(Supervisor):
         self._make_room(round)
 
     def _make_room(self, round: Round) -> None:
-        """Have the workers stop after a step, with a commit, where a node has come that is of use."""
+        """Stop the workers after a step, with a commit, when a useful new node has arrived."""
         alive = self.leader.alive()
         candidates = frozenset({*round.nodes, *self._ready()})
         running = self.agent.crew.processes and self.agent.crew.first_death is None
@@ -322,7 +324,7 @@ class LeaderSupervisor(Supervisor):
         self._regrouped = stopped and not self.asked and self.leader.call.regroup == self.rendezvous.round
         return self._regrouped
 
-    # The end.
+    # Ending.
 
     def _verdict(self) -> Report:
         if isinstance(self.error, BadInput):
@@ -331,7 +333,9 @@ class LeaderSupervisor(Supervisor):
         return super()._verdict()
 
     def _say_farewell(self, end: End) -> None:
-        """The others would take the leader for lost, and one of them its place."""
+        """Tell the others that it is over; otherwise they would consider the leader lost, and one would take its
+        place.
+        """
         if self.leader.call.end is not None:
             return
         self.leader.command(end=end)

@@ -1,4 +1,4 @@
-"""Where launchers meet without a shared directory: at a host and a port that all were told."""
+"""Where launchers connect without a shared directory: a host and port given to all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.launch.nodes.meeting import MeetingPoint
     from shoal.parallel.signed_store import SignedStore
 
-# The key of the leader's store that says what followers need to know. Not signed: the secret is in it.
+# The key of the leader's store with what followers need. Not signed: it contains the secret.
 MEETING = "shoal-meeting"
 FINDING = "shoal-find"
 FIND_SECONDS = 2.0
@@ -30,11 +30,11 @@ FIND_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """What the leader says there."""
+    """What the leader publishes there."""
 
     place: MeetingPoint
     id: str  # of the run
-    token: str  # that it has left where the state is
+    token: str  # left by it where the state is
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Meet:
     host: str
     port: int
     leads: bool
-    surely: bool = False  # a scheduler has said so; else the first launcher of this machine
+    surely: bool = False  # a scheduler has chosen it; otherwise the first launcher of this machine leads
 
     @staticmethod
     def of(
         asked: tuple[str, int] | None, found: ToldRank | None, environment: Mapping[str, str] = os.environ
     ) -> Meet | None:
-        """What the user says, what a scheduler says, what MASTER_ADDR says; None: a shared directory says it."""
+        """From the user, a scheduler, or MASTER_ADDR, in this order; None: use a shared directory."""
         if found is not None:
             return Meet(found.host, found.port, found.rank == 0, True)
         if asked is None and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -70,7 +70,7 @@ class Meet:
         return f"{self.host}:{self.port}"
 
     def open(self, timeout: float) -> TCPStore | None:
-        """The leader's store, at that place; None where another launcher of this machine was first."""
+        """The leader's store, at that place; None if another launcher of this machine was first."""
         from shoal.launch.rendezvous import PlaceTaken, serve_at
 
         try:
@@ -81,16 +81,16 @@ class Meet:
             return None
 
     def announce(self, store: SignedStore, place: MeetingPoint, run_id: str, token: str) -> None:
-        """For the leader: what followers will find."""
+        """For the leader: publish what followers need."""
         told = {"host": place.host, "secret": place.secret, "id": run_id, "token": token}
         if given_secret() is not None:
             del told["secret"]
         store.plain.set(MEETING, json.dumps(told))
 
     def find(self) -> Found | None:
-        """What a leader says there; None where there is none yet.
+        """What a leader publishes there; None if there is none yet.
 
-        From a thread, one at a time: a machine that is stopped accepts connections, and no answer comes.
+        Runs in a thread, one at a time: a suspended machine accepts connections but never answers.
         """
         if any(thread.name == FINDING for thread in threading.enumerate()):
             return None
@@ -106,7 +106,7 @@ class Meet:
         from shoal.launch.nodes.meeting import MeetingPoint
 
         try:
-            # torch would try again and again, for as long as it may.
+            # torch would retry for as long as it may.
             socket.create_connection((self.host, self.port), FIND_SECONDS).close()
             plain = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=FIND_SECONDS))
             told = json.loads(bytes(plain.compare_set(MEETING, "{}", "{}")))
@@ -124,7 +124,7 @@ class Meet:
             return None
 
 
-# What signs the values of the store. Set it on all nodes where others can reach that; else the leader draws one, and
+# Signs the values of the store. Set it on all nodes if others can reach the port; otherwise the leader draws one, and
 # leaves it there for all to read.
 SECRET, SHORTEST_SECRET = "SHOAL_MEETING_SECRET", 16
 
@@ -137,7 +137,7 @@ def given_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
 
 
 def towards_others(job: Job, host: str, nodes: int) -> Job:
-    """With the interface by which this node reaches the place where all meet, where the config names none."""
+    """The job with the interface through which this node reaches the meeting place, if the config names none."""
     if job.config.cluster.interface is not None or nodes == 1:
         return job
     cluster = job.config.cluster.model_copy(update={"interface": interface_towards(host)})

@@ -1,4 +1,4 @@
-"""Where launchers meet: the leader's store, found through a file in the run directory."""
+"""Where launchers connect: the leader's store, found through a file in the run directory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from shoal.train.files import private_files, replace_text
 CONNECT_SECONDS = 2.0
 CONNECTING = "shoal-connect"
 
-# A key of the leader's store: that it is the leader's.
+# A key that identifies the store as the leader's.
 HELLO = "hello"
 
 
 class LeaderLost(Exception):
-    """The leader, or the way to it."""
+    """The leader, or the connection to it, is lost."""
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the leader is: as the run's directory says, which only its owner can read."""
+    """Where the leader is, according to the run directory, which only its owner can read."""
 
     address: str
     port: int
     host: str
-    secret: str = field(repr=False)  # signs what is in the store
+    secret: str = field(repr=False)  # signs values in the store
 
     def write(self, run: Path) -> None:
         with private_files():
@@ -50,7 +50,9 @@ class MeetingPoint:
             return None
 
     def stands(self, run: Path) -> bool:
-        """Whether no other launcher has written there. A lock on a network file system can be lost to another."""
+        """Whether no other launcher has written there. On a network file system a lock can be lost to another
+        process.
+        """
         written = MeetingPoint.read(run)
         return written is None or written == self
 
@@ -61,13 +63,14 @@ class MeetingPoint:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it can be reached from its own host alone, and that is not this one."""
+        """Whether it is reachable only from its own host, and that is not this one."""
         return self.address == LOOPBACK and self.host != socket.gethostname()
 
     def connect(self) -> SignedStore | None:
-        """The leader's store; None where there is none, or where another process has taken its port since.
+        """The leader's store; None if there is none, or another process has taken its port since.
 
-        From a thread, one at a time: where a process is stopped, its machine accepts connections, and no answer comes.
+        Runs in a thread, one at a time: if the leader's process is stopped, its machine accepts connections but never
+        answers.
         """
         if any(thread.name == CONNECTING for thread in threading.enumerate()):
             return None
@@ -79,7 +82,7 @@ class MeetingPoint:
 
     def _connect(self) -> SignedStore | None:
         try:
-            # torch would try again and again, for as long as it may.
+            # torch would retry for as long as it may.
             socket.create_connection((self.address, self.port), CONNECT_SECONDS).close()
             wait = timedelta(seconds=CONNECT_SECONDS)
             plain = TCPStore(self.address, self.port, is_master=False, timeout=wait)

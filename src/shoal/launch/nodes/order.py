@@ -1,4 +1,4 @@
-"""The order of nodes, which is that of ranks: those that a fast link joins stand together. Needs no torch."""
+"""The order of nodes, and so of ranks: nodes joined by a fast link are adjacent. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def in_order(leader: int, there: dict[int, Status], cluster: Cluster) -> dict[in
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """``node10`` after ``node9``."""
+    """A sort key that puts ``node10`` after ``node9``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,9 +1,10 @@
-"""Beats of many launchers by way of a few: every 32nd passes on those of its neighbours to the leader, and back.
+"""Relay heartbeats of many launchers through a few: every 32nd launcher forwards its neighbours' to the leader, and the
+leader's back.
 
-Thousands of launchers that all talk to one store keep its only thread busy. So of many, a head has a store of its own;
-its neighbours tell it their beats, and hear the leader's from it. Only beats go this way: documents, which change
-seldom, are in the leader's store. Who does not hear the leader by way of its head for some exchanges talks to the
-leader again, so a head that is lost takes no other with it.
+Thousands of launchers talking to one store keep its only thread busy. So with many, a head has its own store; its
+neighbours write their heartbeats there, and read the leader's. Only heartbeats go this way: documents, which rarely
+change, are in the leader's store. A launcher that has not heard the leader through its head for some exchanges talks to
+the leader directly again, so losing a head loses no one else.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.distributed import TCPStore
 from shoal.launch.rendezvous import open_store
 from shoal.parallel.signed_store import SignedStore
 
-# Numbers that share a head, and how many launchers there have to be.
+# Launchers that share a head, and the number of launchers from which relaying is used.
 GROUP = 32
 MANY = 64
-# What was heard by way of a head counts for so many exchanges.
+# A heartbeat received through a head is valid for this many exchanges.
 FRESH = 3
 CONNECT_SECONDS = 2.0
 CALL, CALL_BEAT = "call", "call-beat"
@@ -50,7 +51,7 @@ class Relay:
         self._call = ""
 
     def pass_on(self, beat: str, call: str) -> str:
-        """Tell the neighbours the leader's beat and document; return what they say, for the leader."""
+        """Publish the leader's heartbeat and document version to the neighbours; returns theirs, for the leader."""
         if call != self._call:
             self.store.set(CALL, call)
             self._call = call
@@ -62,20 +63,20 @@ class Relay:
 
 
 def read_passed(text: str) -> dict[int, tuple[int, int]]:
-    """Number → its beat, and that of its document."""
+    """Number → its heartbeat, and its document version."""
     rows = (map(int, row.split()) for row in text.split(",") if row)
     return {number: (beat, valid) for number, beat, valid in rows}
 
 
 class RelayLink:
-    """A neighbour's side. A thread of its own talks to the head, which may hang."""
+    """A neighbour's side. A separate thread talks to the head, which may hang."""
 
     def __init__(self, place: str, secret: bytes, number: int) -> None:
         address, _, port = place.rpartition(":")
         self.address, self.port, self.secret, self.number = address, int(port), secret, number
         self.saying = ""
-        self.heard: tuple[str, str] = ("", "")  # the leader's beat, and its document
-        self.at = time.monotonic()  # when a new beat was last heard
+        self.heard: tuple[str, str] = ("", "")  # the leader's heartbeat and document version
+        self.at = time.monotonic()  # when a new heartbeat was last received
         self.failed = False
         self.tick = 0.1
         self._beat = self._valid = -1
@@ -92,12 +93,12 @@ class RelayLink:
         while not self.failed:
             try:
                 self.turn()
-            except Exception:  # torch has several, and all mean that the head is gone
+            except Exception:  # torch has several exceptions, and all mean that the head is gone
                 self.failed = True
             time.sleep(self.tick)
 
     def turn(self) -> None:
-        """Say and hear, once."""
+        """Send and receive, once."""
         store = self._store = self._store or self._connect()
         if self.saying:
             store.set(own_key(self.number), self.saying)
@@ -107,7 +108,7 @@ class RelayLink:
         beat, valid, _ = text.split()
         if (
             int(beat) <= self._beat
-        ):  # the head hears nothing new, or another process has put an older one back
+        ):  # the head has nothing new, or another process has restored an older value
             return
         call = self.heard[1] if int(valid) == self._valid else store.read(CALL)
         if call is not None:
@@ -116,6 +117,6 @@ class RelayLink:
 
     def _connect(self) -> SignedStore:
         with contextlib.closing(socket.create_connection((self.address, self.port), CONNECT_SECONDS)):
-            pass  # torch would try again and again
+            pass  # torch would retry again and again
         wait = timedelta(seconds=CONNECT_SECONDS)
         return SignedStore(TCPStore(self.address, self.port, is_master=False, timeout=wait), self.secret)

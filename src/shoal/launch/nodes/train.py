@@ -1,6 +1,6 @@
 """Train on several machines: each runs the same command; the one that locks the run directory leads.
 
-The launcher that gets the directory's lock leads. If it is lost, the lock is free, and another one leads.
+If the leader is lost, its lock is free, and another launcher leads.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 LEADING = "shoal.launch.nodes.leader:LeaderSupervisor"
 FOLLOWING = "shoal.launch.nodes.follower:FollowerSupervisor"
-# For how long a leader waits for more nodes than it needs: in the beginning, and when it has taken another's place.
+# How long a leader waits for more nodes than it needs: at the start, and after taking over.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 2.0
-# Between two attempts to lead, or to find who does.
+# Seconds between two attempts to lead, or to find the leader.
 LOOK_SECONDS = 0.2
-# For how long a leader is looked for where all were told to meet, and after which the user is told so.
+# How long to look for a leader at the agreed place, and after how long to tell the user.
 FIND_SECONDS, SAY_SECONDS = 600.0, 5.0
 
 
@@ -62,9 +62,9 @@ def train(
     entrypoint: str = local.WORKER,
     meet: Meet | None = None,
 ) -> Report:
-    """As ``local.train``, with the other nodes that run the same command. ``run.node`` is what this one is called.
+    """Like ``local.train``, together with other nodes that run the same command. ``run.node`` is this node's name.
 
-    ``meet``: where they do; None: where a file of the run directory says, which all of them share.
+    ``meet``: where they connect; None: through a file in the run directory, which all of them share.
     """
     check_even(job, nodes)
     if meet is not None:
@@ -75,7 +75,7 @@ def train(
     if run.path.exists() and not fresh:
         run.check_continues(job, dataset.fingerprint)
     local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
-    # Of a connection that is lost, torch would print a page.
+    # torch would print a page for each lost connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     together = _Together(job, run, nodes, console, visible, entrypoint, dataset, meet)
     with stoppable(together.on_signal, STOP_SIGNALS):
@@ -124,12 +124,12 @@ class _Together:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset
         self.count = partial(local.devices_here, job, visible)
-        self.asked: list[int] = []  # signals to stop, while no attempt runs
+        self.asked: list[int] = []  # stop signals received while no attempt runs
         self.attempt: Supervisor | None = None
-        self.followed = False  # another launcher that led before
-        self.told: MeetingPoint | None = None  # who that is, as was said last
+        self.followed = False  # another launcher led before
+        self.told: MeetingPoint | None = None  # that leader, as last reported
         self.meet, self.token = meet, secrets.token_hex(16)
-        self._looked_since = 0.0  # for a leader
+        self._looked_since = 0.0  # when the search for a leader began
         self.told_to_wait = False
 
     def take_part(self, fresh: bool, held: ExitStack) -> Report | None:
@@ -137,7 +137,7 @@ class _Together:
         if self.meet is None:
             leads = held.enter_context(self.run.held_by_us())
             return self.lead(fresh, held) if leads else self.follow()
-        local.load_attempt(LEADING)  # and with it torch, whose store this is about
+        local.load_attempt(LEADING)  # imports torch, whose store this uses
         if self.meet.leads and (opened := self.meet.open(self.job.config.fault.timeout)) is not None:
             new = not self.run.path.exists()
             held.enter_context(self.run.held())
@@ -150,7 +150,7 @@ class _Together:
         return self.follow_there(self.meet, held)
 
     def lead(self, fresh: bool, held: ExitStack, opened: TCPStore | None = None) -> Report | None:
-        """Until the run ends; None where this node leads no longer, or was asked to stop before it did."""
+        """Lead until the run ends; None if this node no longer leads, or was asked to stop before it did."""
         start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
         if isinstance(start, Report):
             return start
@@ -168,12 +168,12 @@ class _Together:
         try:
             if not self.asked:
                 self.attempt = new()
-                # Asked between that question and this line, it is for the attempt to answer, as it is from now on.
+                # Signals that arrived before this line are passed on; from now on the attempt handles its own.
                 for number in self.asked:
                     self.attempt.on_signal(number)
                 return self.attempt.run_to_end()
         except LeaderLost:
-            # What it was asked for is not forgotten with it.
+            # Keep a stop request that the attempt received.
             if self.attempt is not None and self.attempt.asked:
                 self.asked.append(STOP_SIGNALS[0])
             self.console.print(
@@ -186,13 +186,13 @@ class _Together:
         return None
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """While no attempt has the signals for itself; one may be about to, or just over."""
+        """Handle signals while no attempt does; one may be about to start, or just over."""
         self.asked.append(number)
         if self.attempt is not None:
             self.attempt.on_signal(number)
 
     def follow(self) -> Report | None:
-        """Until the run ends; None where there is no leader, or no longer."""
+        """Follow until the run ends; None if there is no leader, or no longer."""
         following = local.load_attempt(FOLLOWING)
         from shoal.launch.nodes.meeting import MeetingPoint
 
@@ -210,7 +210,7 @@ class _Together:
         return self._follow(following, place)
 
     def follow_there(self, meet: Meet, held: ExitStack) -> Report | None:
-        """As ``follow``, where no directory has to be shared: this node may have one of its own, like the leader's."""
+        """Like ``follow``, without a shared directory: this node may have its own, like the leader's."""
         following = local.load_attempt(FOLLOWING)
         found = meet.find()
         now = time.monotonic()
@@ -262,7 +262,7 @@ class _Together:
         )
 
     def _facts(self) -> dict[str, str]:
-        """What has to be the same on all nodes. Of the config, digests of its sections: it is told often."""
+        """What has to agree on all nodes. Config sections are given as digests, because this is sent often."""
         config = of_all_nodes(self.job.config)
         texts = {section: json.dumps(values, sort_keys=True) for section, values in config.items()}
         return {
@@ -275,7 +275,7 @@ class _Together:
         }
 
     def room(self) -> int:
-        """For how many ranks: on CPUs for any number, so there it is this node's share of those that were asked for."""
+        """How many ranks fit here: on CPUs any number, so there it is this node's share of those requested."""
         here = self.count()
         return self.job.layout.world // self.nodes.most if here is None else here
 

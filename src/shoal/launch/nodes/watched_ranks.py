@@ -1,8 +1,8 @@
 """The ranks of all nodes as the leader's watchdog sees them: its own, and those that other launchers report.
 
-Of a few hundred ranks every launcher reports what their flight recorders show, four times a second. Of more, the leader
-could not keep up with that: there a launcher only says whether its ranks make progress. Once some rank of any node has
-made none for a quarter of the limit, all tell what they see, until they progress again.
+With up to a few hundred ranks every launcher reports what their flight recorders show, four times a second. With more,
+the leader could not keep up: then a launcher only reports whether its ranks make progress. Once any rank of any node
+has made none for a quarter of the limit, all nodes report details until they progress again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from shoal.train.guard.stacks import Standing
 from shoal.train.guard.watchdog import Limits
 from shoal.train.guard.watched_ranks import DUMP_SECONDS, LocalRanks
 
-# What a node said longer ago says nothing of its ranks; nor what it said so many exchanges ago.
+# Reports older than this many seconds, or than the next number of exchanges, say nothing about ranks.
 OLD_SECONDS = 1.0
 OLD_EXCHANGES = 4
-# Of a rank's last collectives, so many are told to the leader; and where there are many ranks.
+# How many of a rank's last collectives are reported to the leader; and how many if there are many ranks.
 TOLD, TOLD_OF_MANY = 16, 4
-# Of up to so many ranks every one is reported at all times.
+# Up to this many ranks are always reported individually.
 ALWAYS = 256
-# What is heard of other nodes in one look, which asks several times, and between two exchanges.
+# How long one look waits for reports of other nodes; it asks several times, and waits between two exchanges.
 ONE_LOOK = 0.1
-# A rank that had to wait for a processor says so by as much. Less than between two looks, or none of those would count.
+# Time that a rank waited for a processor is reported in this unit. It must be shorter than the interval between looks
+# to count.
 STARVED_SECONDS = 0.1
-# Of the limit: a rank that makes no progress for so long has the leader ask for all that is known.
+# Fraction of the limit: a rank without progress for this long makes the leader ask for all details.
 SUSPICIOUS = 0.25
 
 
 def remaining(limits: Limits, world: int) -> Limits:
-    """What is left of the limits once ranks are told of, for the watchdog only counts from then on."""
+    """What is left of the limits once details are reported, because the watchdog counts only from then on."""
     before = limits.step * SUSPICIOUS if world > ALWAYS else 0.0
     return Limits(limits.step - before, limits.patient - before)
 
 
 class RankProgress:
-    """Whether ranks of this machine make any, from one look to the next."""
+    """Whether ranks of this machine progress from one look to the next."""
 
     def __init__(self, quarter: float) -> None:
-        """``quarter``: seconds, a fourth of the limit."""
+        """``quarter``: a quarter of the limit, in seconds."""
         self.quarter = quarter
         self._since: dict[int, tuple[tuple[int, str, int], float]] = {}
 
     def still(self, seen: Sequence[Snapshot] | None) -> int:
-        """1 where some rank has made none for a quarter, else 0; -1 where not all of them are there."""
+        """1 if a rank has made no progress for a quarter of the limit, else 0; -1 if not all of them are there."""
         if not seen:
             self._since.clear()
             return -1
@@ -62,33 +63,35 @@ class RankProgress:
 
 
 class EveryRank:
-    """For the leader."""
+    """All nodes' ranks, for the leader."""
 
     def __init__(
         self, leader: Leader, round: Round, local: LocalRanks, quarter: float = 1.0, world: int = 0
     ) -> None:
-        """``quarter``: of the limit, seconds. ``world``: how many ranks there are."""
+        """``quarter``: a quarter of the limit, in seconds. ``world``: the number of ranks."""
         self.leader, self.round, self.local = leader, round, local
         self.large = world > ALWAYS
         self.progress = RankProgress(quarter)
         self._asked, self._others_then = (0.0, -1), list[Status]()
-        # Of each node what it told last, and what that says: of thousands, few have told anything new.
+        # Each node's last report, and its parsed snapshots: of thousands of nodes, few report anything new.
         self._told: dict[int, tuple[dict[int, dict[str, Any]], list[Snapshot]]] = {}
         leader.command(details=not self.large)
 
     def progressing(self) -> bool:
-        """Whether there is nothing to look at: every rank of many is known to make progress. Else all are asked."""
+        """Whether every rank of many is known to progress, so there is nothing to look at. Otherwise all nodes are
+        asked.
+        """
         if not self.large:
             return False
         mine = self.progress.still(self.local.look())
         still = [mine, *(status.still for status in self._others())]
-        wanted = min(still) >= 0 and max(still) > 0  # before all have begun, there is nothing to compare
+        wanted = min(still) >= 0 and max(still) > 0  # before all have started, there is nothing to compare
         if wanted != self.leader.call.details:
             self.leader.command(details=wanted)
         return not any(still)
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
-        """In the order of ranks, which is that of nodes; None where some node shows nothing."""
+        """Snapshots in rank order, which is node order; None if a node shows nothing."""
         mine, others = self.local.look(entries), [status.seen for status in self._others()]
         if mine is None or not all(others):
             return None
@@ -105,7 +108,7 @@ class EveryRank:
         return self.local.any_stopped() or any(status.stopped for status in self._others())
 
     def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
-        """The others are asked, and write down their stacks while ours do."""
+        """Other nodes dump their stacks while ours do."""
         workload = self.leader.call.ask + 1
         self.leader.command(ask=workload)
         here = len(self.local.readers)
@@ -121,7 +124,7 @@ class EveryRank:
         return standings
 
     def _others(self) -> list[Status]:
-        """What the other nodes say of this round; nothing of one that says nothing of it, or that is not heard from."""
+        """The other nodes' statuses for this round; nodes that are silent or in another round give an empty one."""
         now, exchanges = time.monotonic(), self.leader.exchanges
         if exchanges == self._asked[1] and now - self._asked[0] < ONE_LOOK:
             return self._others_then
@@ -137,14 +140,15 @@ class EveryRank:
 
 
 class RankReporter:
-    """For a launcher that follows: tells of its ranks, and answers questions."""
+    """For a follower: reports on its ranks, and answers questions."""
 
     def __init__(
         self, local: LocalRanks, patience: float, asked: int, quarter: float = 1.0, world: int = 0
     ) -> None:
-        """``asked``: how often the leader has asked before, about others. ``quarter``: of the limit, seconds.
+        """``asked``: how many questions about earlier rounds the leader has asked. ``quarter``: a quarter of the limit,
+        in seconds.
 
-        ``world``: how many ranks there are.
+        ``world``: the number of ranks.
         """
         self.local, self.patience = local, patience
         self.told = TOLD_OF_MANY if world > ALWAYS else TOLD
@@ -152,7 +156,7 @@ class RankReporter:
         self.progress = RankProgress(quarter)
 
     def tell(self, asked: int, details: bool = True) -> dict[str, Any]:
-        """What has changed of a status. ``details``: what the recorders show as well."""
+        """Changed fields of a status. ``details``: include what the recorders show."""
         details = details or asked > self.answered
         ranks, seen = self.local.readers, self.local.look(entries=details) or []
         brief = [self._brief(one).as_json() for one in seen] if details else []
@@ -169,6 +173,6 @@ class RankReporter:
         return told
 
     def _brief(self, one: Snapshot) -> Snapshot:
-        """Without what changes at all times while nothing happens: ranks that wait have nothing new to tell."""
+        """Without fields that change even when nothing happens: waiting ranks have nothing new to report."""
         starved = one.starved // STARVED_SECONDS * STARVED_SECONDS
         return replace(one, entries=one.entries[-self.told :], beats=0, starved=starved)

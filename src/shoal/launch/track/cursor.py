@@ -1,8 +1,8 @@
-"""Which steps a tracker still has to be given: one curve, however often a run is killed, resumed or laid out anew.
+"""Which steps a tracker still has to get: one curve, however often a run is killed, resumed or re-laid out.
 
-A resume cuts ``metrics.jsonl`` back to the last commit and does the later steps again. Most trackers cannot take a
-step back, and would show one done twice as two points. So each keeps the first row that it was given of a step, and
-is given no other. Steps that it missed, because it was not there or not on, it is given when it comes.
+A resume cuts ``metrics.jsonl`` back to the last commit and repeats the later steps. Most trackers cannot undo a step,
+and would show a repeated one as two points. So each keeps the first row it got of a step, and gets no other. Steps that
+it missed, because it was down or disabled, are sent when it returns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shoal.facts.input.untrusted_files import read_json
 from shoal.launch.track.tracker import Held
 from shoal.train.files import replace_text
 
-# Of a long run's file that is read at once, up to the end of a line.
+# Bytes of a long run's file to read at once, up to the end of a line.
 BLOCK = 1 << 20
 
 
 class Cursor:
-    """``track.json``: what each tracker holds of the run."""
+    """``track.json``: what each tracker has of the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,18 +47,18 @@ class Cursor:
 
 
 class NewRows:
-    """The rows of ``metrics.jsonl`` beyond a step, each step once and in order, as they come."""
+    """The rows of ``metrics.jsonl`` after a given step, each step once and in order, as they appear."""
 
     def __init__(self, path: Path, after: int) -> None:
         self.path, self.step = path, after
         self._inode = self._offset = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Those of one block; none where there are none yet."""
+        """The rows of one block; none if there are none yet."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                # A resume puts another file in its place; one that is shorter was cut.
+                # A resume replaces the file; a shorter one was cut.
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._inode, self._offset = found.st_ino, 0
                 file.seek(self._offset)
@@ -75,7 +75,7 @@ class NewRows:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """None for a line that a full disk or a crash has torn."""
+    """None for a line torn by a full disk or a crash."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The process beside the launcher that feeds the trackers: ``python -m shoal.launch.track.feeder``.
 
-It has the launcher's environment, so it has the keys; ranks have neither. What a tracker's library does, whether it
-waits, prints or crashes, happens here and not in the launcher. It is told on standard input what to follow; the end of
-that is the end of the run, or of the launcher. What it has to say is a line on standard output, once per trouble.
+It has the launcher's environment, including API keys, which ranks do not get. If a tracker's library blocks, prints or
+crashes, that happens here and not in the launcher. Standard input says what to follow; its end is the end of the run,
+or of the launcher. Each problem is reported once, as a line on standard output.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shoal.launch.track.tracker import Held, TrackedRun, Tracker, new_tracker, v
 from shoal.train.files import OWNER_ONLY
 
 LOOK_SECONDS = 0.5
-# Before a tracker that failed is tried again; twice as long each time.
+# Seconds before a failed tracker is retried; doubles each time.
 FIRST_RETRY_SECONDS, MOST_RETRY_SECONDS = 30.0, 900.0
-# For how long the process of an earlier launcher may still be at work here.
+# How long an earlier launcher's process may still be at work here.
 PATIENCE_SECONDS = 60.0
 AT_THE_START = ("plan.json", "config.toml")
 AT_THE_END = ("report.html",)
 LOCK = ".track.lock"
-# Of the time that a launcher waits for its trackers at the end.
+# The part of the launcher's final wait for its trackers that the report may take.
 REPORT_SECONDS = 30.0
 
 
 class Feed:
-    """One tracker and its place in the curve."""
+    """One tracker and its position in the curve."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Feed:
         make: Callable[[str], Tracker] = new_tracker,
         look: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """``look``: at the machine, now."""
+        """``look``: returns the machine's current load."""
         self.name, self.run, self._say, self._make, self._look = name, run, say, make, look
         self._cursor = Cursor(run.path / "track.json")
         self._tracker: Tracker | None = None
@@ -57,7 +57,7 @@ class Feed:
         self._failed = False
 
     def feed(self, now: float) -> None:
-        """Give the tracker what is new. A failure is said once, and tried again later from where it stood."""
+        """Send the tracker what is new. A failure is reported once, and retried later from where it stopped."""
         if self._tracker is None and now < self._next:
             return
         try:
@@ -85,11 +85,11 @@ class Feed:
             following = [*self._rows.read()]
             for row in rows[:-1]:
                 self._tracker.log(row["step"], values_of(row))
-            # How the machine does is known of this moment alone, which is that of the newest step.
+            # The machine's load is only known for now, the time of the newest step.
             now = {} if following else self._look()
             self._tracker.log(rows[-1]["step"], {**values_of(rows[-1]), **now})
             self._tracker.flush()
-            # Only now: a kill before this line has a step asked for again, never left out.
+            # Only now: a kill before this line may repeat a step, but never skips one.
             self._cursor.note(self.name, Held(self._id, rows[-1]["step"]))
             rows = following
 
@@ -98,7 +98,7 @@ class Feed:
             tracker.attach(path)
 
     def close(self) -> None:
-        """What came last, and the end. A tracker that failed gets one more chance."""
+        """Send the last rows, and the end. A failed tracker gets one more chance."""
         self._next = 0.0
         self.feed(time.monotonic())
         if self._tracker is None:
@@ -123,7 +123,7 @@ def main() -> int:
     os.umask(OWNER_ONLY)
     told = json.loads(sys.stdin.readline())
     run = TrackedRun(**{**told["run"], "path": Path(told["run"]["path"])})
-    # Libraries print to a log of their own; the pipe to the launcher has lines of ours alone.
+    # Libraries print to a separate log; the pipe to the launcher carries only our lines.
     ours = os.fdopen(os.dup(1), "w", buffering=1)
     log = os.open(run.path / "logs" / "track.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def write_report(run: Path) -> bool:
-    """Before it is attached. The page is of a package that this one does not know, so the command writes it."""
+    """Write the report to attach; returns whether it worked. Its package is above this one, so a command writes it."""
     command = [sys.executable, "-P", "-m", "shoal", "report", str(run)]
     try:
         return subprocess.run(command, timeout=REPORT_SECONDS, stdin=subprocess.DEVNULL).returncode == 0
@@ -175,7 +175,7 @@ def _taken(lock: int) -> bool:
 
 
 def _ended() -> bool:
-    """Whether the launcher has closed its end, or lost it; waits for that between two looks."""
+    """Whether the launcher has closed its end or died; also the pause between two looks."""
     readable: tuple[list[Any], list[Any], list[Any]] = select.select([0], [], [], LOOK_SECONDS)
     return bool(readable[0]) and not os.read(0, 1 << 12)
 

@@ -1,4 +1,6 @@
-"""Whether a tracker's server takes the login, asked before a run starts. One that does not answer refuses nothing."""
+"""Check before a run starts whether a tracker's server accepts the login. A server that does not respond does not
+block the run.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from urllib.request import Request, urlopen
 from shoal.facts.problem import Problem
 
 PATIENCE = 5.0  # seconds
-# W&B's modes in which nothing is sent.
+# W&B modes that send nothing.
 UNSENT = ("offline", "dryrun", "disabled")
 WANDB, HUB = "https://api.wandb.ai", "https://huggingface.co"
-# What a server says of a login that it does not take.
+# HTTP status codes for a rejected login.
 REFUSALS = (401, 403)
 
 Environment = Mapping[str, str]
@@ -67,7 +69,7 @@ def _mlflow(environment: Environment) -> Problem | None:
 
 
 def _mlflow_user(place: str, environment: Environment) -> tuple[str, str]:
-    """As MLflow finds it: the environment's, its own file's, that of netrc."""
+    """Credentials as MLflow finds them: from the environment, its own file, or netrc."""
     names = ("mlflow_tracking_username", "mlflow_tracking_password")
     if environment.get(names[0].upper()):
         return environment[names[0].upper()], environment.get(names[1].upper(), "")
@@ -80,7 +82,7 @@ def _mlflow_user(place: str, environment: Environment) -> tuple[str, str]:
 
 
 def _trackio(environment: Environment) -> Problem | None:
-    """Only a Space on the Hub asks who it is."""
+    """Only a Space on the Hub requires a login."""
     home = environment.get("HF_HOME") or str(Path(environment.get("HOME", "~")) / ".cache" / "huggingface")
     token = environment.get("HF_TOKEN", "")
     with suppress(OSError):
@@ -110,12 +112,12 @@ def _basic(user: str, password: str) -> dict[str, str]:
 
 
 def _shown(place: str) -> str:
-    """Without the name and the password that an address may have."""
+    """The address without a user name and password."""
     return f"{urlsplit(place).scheme}://{urlsplit(place).hostname}"
 
 
 def _ask(address: str, header: Mapping[str, str], body: bytes | None = None) -> tuple[int, dict[str, Any]]:
-    """A server's status, 0 where there is none; and its answer, where that is an object."""
+    """A server's status, 0 if it does not respond; and its answer, if that is an object."""
     if not address.startswith(("http://", "https://")):
         return 0, {}
     headers = {"Content-Type": "application/json", **header}

@@ -1,4 +1,4 @@
-"""What the leading launcher's machine does: its cores, its memory, its GPUs. From the kernel and from the driver."""
+"""The load of the leading launcher's machine: cores, memory, GPUs. From the kernel and from the driver."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 CORES, MEMORY = Path("/proc/stat"), Path("/proc/meminfo")
-# Asking the driver takes tens of milliseconds of a core.
+# Querying the driver takes tens of milliseconds of a core.
 GPU_SECONDS, GPU_PATIENCE = 5.0, 5.0
 QUESTION = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 
 
 class Machine:
-    """Its load from one look to the next."""
+    """The load between two looks."""
 
     def __init__(self) -> None:
         self._before = _core_time()
@@ -24,14 +24,14 @@ class Machine:
         self._asked = 0.0
 
     def look(self) -> dict[str, float]:
-        """Under ``system/``; without what this machine does not tell."""
+        """Metrics under ``system/``, without those that this machine does not provide."""
         found = {**_memory(), **self._cores(), **self._of_gpus()}
         return {f"system/{name}": value for name, value in found.items()}
 
     def _cores(self) -> dict[str, float]:
         before, now = self._before, _core_time()
         total = now[1] - before[1]
-        if total <= 0:  # the kernel counts hundredths of a second
+        if total <= 0:  # the kernel counts in hundredths of a second
             return {}
         self._before = now
         return {"cpu_percent": 100.0 * (now[0] - before[0]) / total}
@@ -51,7 +51,7 @@ class Machine:
 
 
 def read_gpus(told: str) -> dict[str, float]:
-    """A GPU's line: its number, per cent of the time in which a kernel ran, MiB. What it cannot tell is ``[N/A]``."""
+    """Parse a GPU's line: index, percentage of time in which a kernel ran, MiB. Unknown values are ``[N/A]``."""
     found: dict[str, float] = {}
     for line in told.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -64,16 +64,16 @@ def read_gpus(told: str) -> dict[str, float]:
 
 
 def _core_time() -> tuple[float, float]:
-    """Of all cores together: the time in which they worked, and all of it."""
+    """Summed over all cores: busy time, and total time."""
     with suppress(OSError, ValueError, IndexError):
         words = CORES.read_text(encoding="ascii").splitlines()[0].split()
-        counts = [int(word) for word in words[1:9]]  # guests are counted among users
+        counts = [int(word) for word in words[1:9]]  # guests are included in users
         return float(sum(counts) - counts[3] - counts[4]), float(sum(counts))
     return 0.0, 0.0
 
 
 def _memory() -> dict[str, float]:
-    """Bytes that nothing else could have."""
+    """Memory in bytes that is not available to others."""
     with suppress(OSError, ValueError, KeyError):
         rows = (line.split(":") for line in MEMORY.read_text(encoding="ascii").splitlines())
         sizes = {name: int(rest.split()[0]) for name, rest in rows}

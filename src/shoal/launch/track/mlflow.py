@@ -1,4 +1,4 @@
-"""MLflow: where MLFLOW_TRACKING_URI says; without it, a database in the run's directory."""
+"""MLflow: to MLFLOW_TRACKING_URI, or to a database in the run directory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from shoal.launch.track.tracker import PROJECT, Held, TrackedRun
 
 ADDRESS = "MLFLOW_TRACKING_URI"
-# What MLflow takes in one request.
+# MLflow's limits per request.
 MOST_METRICS, MOST_PARAMETERS, LONGEST = 1000, 100, 500
-# A number that every row has.
+# A metric that every row has.
 ALWAYS = "tokens"
 
 
@@ -42,7 +42,7 @@ class MLflow:
             self._id = self._client.create_run(number, run_name=run.name).info.run_id
             self._parameters(run.config)
             held = Held(self._id, 0)
-        # A parameter keeps its first value; the layout of a run may change.
+        # A tag: a parameter keeps its first value, but a run's layout may change.
         self._client.set_tag(self._id, "layout", run.layout)
         return held
 
@@ -62,7 +62,7 @@ class MLflow:
         now = int(time.time() * 1000)
         batch: list[Any] = []
         for step, values in self._waiting:
-            # A step is in one batch, so that it is there or not.
+            # A step is sent in one batch, so it is there completely or not at all.
             if len(batch) + len(values) > MOST_METRICS:
                 self._client.log_batch(self._id, metrics=batch)
                 batch = []

@@ -1,4 +1,4 @@
-"""The last step's numbers as plain text for Prometheus, served by the launcher."""
+"""The last step's numbers in Prometheus' text format, served by the launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(run: str, row: Mapping[str, Any] | None, seen: float) -> str:
-    """One gauge per number of a row; ``seen``: when it came, in seconds since 1970."""
+    """One gauge per number of a row; ``seen``: when the row arrived, in seconds since 1970."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     known = {"up": 1.0}
     if row is not None:
@@ -28,10 +28,10 @@ def exposition(run: str, row: Mapping[str, Any] | None, seen: float) -> str:
 
 
 class Endpoint:
-    """``http://ADDRESS:PORT/metrics``, in a thread; reads nothing but what it was told."""
+    """``http://ADDRESS:PORT/metrics``, in a thread; serves only what it was given."""
 
     def __init__(self, run: str, address: str, port: int) -> None:
-        """OSError where the port is taken."""
+        """Raises OSError if the port is taken."""
         self.run = run
         self._last: tuple[Mapping[str, Any] | None, float] = (None, 0.0)
         endpoint = self
@@ -51,7 +51,7 @@ class Endpoint:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *arguments: Any) -> None:
-                """A scrape every few seconds is no news."""
+                """Silent: a scrape every few seconds is not worth a line."""
 
         self._server = ThreadingHTTPServer((address, port), Answer)
         self._server.daemon_threads = True

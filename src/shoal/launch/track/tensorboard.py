@@ -10,12 +10,12 @@ from typing import Any
 from shoal.launch.track.tracker import Held, TrackedRun
 
 FOLDER = "tensorboard"
-# It shows text and no pages: of a report it has the place.
+# Text files to show; TensorBoard has no place for pages such as a report.
 SHOWN = (".json", ".toml")
 
 
 class TensorBoard:
-    """Written with TensorBoard's own writer: torch's would import torch into the process beside the launcher."""
+    """Uses TensorBoard's own writer: torch's would import torch into the process beside the launcher."""
 
     def open(self, run: TrackedRun, held: Held) -> Held:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -24,7 +24,7 @@ class TensorBoard:
         self._writer: Any = EventFileWriter(str(run.path / FOLDER))
         self._step = held.step
         if held.step:
-            # What a kill left in the files beyond what was noted, TensorBoard drops at this mark.
+            # At this mark TensorBoard drops what a kill left in the files beyond the recorded step.
             self._add(held.step + 1, session_log=SessionLog(status=SessionLog.START))
         return Held(FOLDER, held.step)
 
@@ -39,7 +39,7 @@ class TensorBoard:
         self._writer.flush()
 
     def attach(self, path: Path) -> None:
-        # TensorBoard's own function for this wants TensorFlow.
+        # TensorBoard's own function for this requires TensorFlow.
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING

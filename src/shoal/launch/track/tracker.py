@@ -1,4 +1,4 @@
-"""What a tracker is to the launcher, and which ones there are."""
+"""The interface of trackers, and the list of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run. No secrets: the config is redacted before it gets here."""
+    """What a tracker gets to know of a run. No secrets: the config is redacted before."""
 
     path: Path
-    project: str | None  # None: as the tracker's own settings have it, else "shoal"
+    project: str | None  # None: the tracker's own setting, else "shoal"
     id: str  # drawn when the run began
     steps: int
     layout: str
@@ -26,33 +26,35 @@ class TrackedRun:
 
 
 class Held(NamedTuple):
-    """What a tracker holds of a run: under which id, up to which step."""
+    """What a tracker has of a run: its id there, and the last step."""
 
     id: str | None = None
     step: int = 0
 
 
 class Tracker(Protocol):
-    """One tracker's side of a run. Any exception is a failure of the tracker, and never one of the run."""
+    """One tracker's side of a run. Any exception is a failure of the tracker, never of the run."""
 
     def open(self, run: TrackedRun, held: Held) -> Held:
-        """Begin, or continue what ``held`` names. What is there: it may be more than was noted before a kill."""
+        """Begin, or continue ``held``. Returns what the tracker has, which may be more than was recorded before a
+        kill.
+        """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step. Steps come once, in order."""
+        """The metrics of a step. Steps come once, in order."""
 
     def flush(self) -> None:
-        """What was logged outlives this process."""
+        """Afterwards, what was logged outlives this process."""
 
     def attach(self, path: Path) -> None:
-        """A file of the run: its plan, its config, its report."""
+        """A file of the run: its plan, config or report."""
 
     def close(self, finished: bool) -> None:
         """``finished``: the run has done all of its steps. Otherwise it may be opened again."""
 
 
 class Kind(NamedTuple):
-    """Where the adapter is, and the distributions that it needs: of each row any one."""
+    """The adapter's module, and the packages it needs: one from each row."""
 
     adapter: str
     needs: tuple[tuple[str, ...], ...]
@@ -66,7 +68,7 @@ TRACKERS: Mapping[str, Kind] = {
     "wandb": Kind("shoal.launch.track.wandb:WeightsAndBiases", (("wandb",),), "pip install 'wandb>=0.17'"),
     "mlflow": Kind(
         "shoal.launch.track.mlflow:MLflow",
-        # The skinny package leaves out what a database needs; one is kept where no server is named.
+        # The skinny package lacks what a database needs, which is used if no server is named.
         (("mlflow-skinny", "mlflow"), ("sqlalchemy",), ("alembic",)),
         "pip install 'mlflow-skinny>=2.14' sqlalchemy alembic",
     ),
@@ -81,12 +83,12 @@ def new_tracker(name: str) -> Tracker:
     return tracker
 
 
-# Of a row: what counts its place, and what is another's number in other words.
+# Fields of a row that give its position, or repeat another number in other words.
 _LEFT_OUT = {"step", "compared", "loss_hex"}
 
 
 def values_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl under their own names; those of a table as ``validation/NAME``."""
+    """The numeric fields of a row of metrics.jsonl; those of a table as ``validation/NAME``."""
     found: dict[str, float] = {}
     for name, value in row.items():
         if name in _LEFT_OUT:

@@ -1,4 +1,4 @@
-"""The launcher's part: what is refused before a run starts, and what follows the run while it lasts."""
+"""The launcher's part of tracking: checks before a run starts, and following the run while it lasts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from shoal.plan.resolve import Job
 from shoal.train.files import last_row
 from shoal.train.run_directory import RunDirectory
 
-# Between two looks at the run's metrics.
+# Seconds between two looks at the run's metrics.
 LOOK_SECONDS = 0.5
-# How long a run that has ended waits for its trackers.
+# How long a finished run waits for its trackers.
 END_SECONDS = 60.0
 FEEDER = "shoal.launch.track.feeder"
 
@@ -38,9 +38,9 @@ def trackers_of(track: TrackSection) -> list[str]:
 
 
 def check_trackers(config: Config, nodes: int = 1, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a tracker that is not installed, or whose server does not take the login; and a port that is taken.
+    """Refuse a tracker that is not installed, or whose server rejects the login; and a port that is taken.
 
-    Nothing is created.
+    Creates nothing.
     """
     problems: list[Problem] = []
     for name in trackers_of(config.track):
@@ -56,7 +56,7 @@ def check_trackers(config: Config, nodes: int = 1, environment: Mapping[str, str
         asked = [refused_login(name, environment) for name in trackers_of(config.track)]
         problems += [problem for problem in asked if problem is not None]
     port = config.track.prometheus
-    # Of several launchers on one machine only the one that leads opens it.
+    # Of several launchers on one machine only the leader opens it.
     if port is not None and nodes == 1:
         try:
             Endpoint("", address_of(config.cluster.interface), port).close()
@@ -69,7 +69,7 @@ def check_trackers(config: Config, nodes: int = 1, environment: Mapping[str, str
 
 
 def _installed(distribution: str) -> bool:
-    # By its metadata: a folder named wandb, as W&B itself makes them, could be imported.
+    # Check metadata: a directory named wandb, as W&B itself creates, could be imported.
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -79,7 +79,7 @@ def _installed(distribution: str) -> bool:
 
 @contextmanager
 def tracked(job: Job, run: RunDirectory, console: Console) -> Iterator[None]:
-    """Inside, the run's metrics are followed. Nothing that befalls this ends the run."""
+    """Inside the context, the run's metrics are followed. Problems here never end the run."""
 
     def say(text: str) -> None:
         console.print(redact(text), markup=False, highlight=False)
@@ -119,7 +119,7 @@ def _endpoint(config: Config, run: RunDirectory, say: Any) -> Endpoint | None:
 
 
 def _beat(run: RunDirectory, endpoint: Endpoint | None, over: threading.Event) -> None:
-    """``RUN/heartbeat`` is as old as the last step, those that are done again included."""
+    """Touch ``RUN/heartbeat`` at every step, repeated steps included."""
     seen = _state(run.metrics)
     ended = False
     while not ended:
@@ -145,8 +145,8 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _fed(job: Job, run: RunDirectory, names: list[str], say: Any) -> Iterator[None]:
-    """Inside, a process beside this one feeds the trackers."""
-    # A session of its own: a Ctrl-C is for the launcher, and the last steps are still to be told.
+    """Inside the context, a process beside this one feeds the trackers."""
+    # Its own session: a Ctrl-C is for the launcher, and the last steps still have to be sent.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", FEEDER],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""trackio: in its own folder of this machine (TRACKIO_DIR), or where TRACKIO_SPACE_ID says."""
+"""trackio: in its own directory on this machine (TRACKIO_DIR), or in TRACKIO_SPACE_ID."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Trackio:
     def open(self, run: TrackedRun, held: Held) -> Held:
         import trackio
 
-        # It finds a run by its name, which another directory's run may have too.
+        # It finds a run by name, which a run in another directory may share.
         name = held.id or f"{run.name}-{run.id[:8]}"
         self._run: Any = trackio.init(
             project=run.project or PROJECT,
@@ -22,8 +22,8 @@ class Trackio:
             resume="allow",
             embed=False,
         )
-        # It writes from a thread of its own and cannot be asked to be done with it. So after a kill what it has is
-        # what counts, more or less than was noted; it keeps that as the number of the next step.
+        # It writes from its own thread and cannot be flushed. So after a kill, what it has is what counts, more or less
+        # than was recorded; it keeps that as the index of the next step.
         following = getattr(self._run, "_next_step", None)
         return Held(name, held.step if following is None else max(0, following - 1))
 
@@ -31,7 +31,7 @@ class Trackio:
         self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
-        """Its own thread does, twice a second."""
+        """Nothing to do: its own thread flushes twice a second."""
 
     def attach(self, path: Path) -> None:
         self._run.log_artifact(str(path), name=path.name, type="run")

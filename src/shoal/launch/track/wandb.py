@@ -1,4 +1,4 @@
-"""Weights & Biases: online with a key, or in files of ``RUN/wandb`` with WANDB_MODE=offline."""
+"""Weights & Biases: online with a key, or to files in ``RUN/wandb`` with WANDB_MODE=offline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightsAndBiases:
     def open(self, run: TrackedRun, held: Held) -> Held:
         import wandb
 
-        # Its process runs beside the launcher: neither git, code nor output of that are the run's.
+        # Its process runs beside the launcher, whose git state, code and output are not the run's.
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._folder = run.path
         self._run: Any = wandb.init(
@@ -27,7 +27,7 @@ class WeightsAndBiases:
             allow_val_change=True,
             settings=settings,
         )
-        # A server tells where a run goes on; files of an offline run do not.
+        # A server reports where a run continues; files of an offline run do not.
         there = self._run.starting_step - 1 if self._run.resumed else 0
         return Held(self._run.id, max(held.step, there))
 
@@ -35,7 +35,7 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
-        """Its service has what was logged, and outlives us."""
+        """Nothing to do: its service has what was logged, and outlives us."""
 
     def attach(self, path: Path) -> None:
         self._run.save(str(path), base_path=str(self._folder), policy="now")

@@ -1,4 +1,4 @@
-"""Self-tuning runs: the first steps are trained in several layouts, the rest in the fastest of them.
+"""Self-tuning runs: train the first steps in several layouts, the rest in the fastest of them.
 
-Every layout computes the same run, so a step that tries a layout is a step of the run like any other.
+Every layout computes the same run, so a step in a trial layout is a regular step of the run.
 """

@@ -1,6 +1,6 @@
-"""What a search for the fastest layout cost and gained, in seconds and beside each other. Needs no torch.
+"""The cost and gain of a search for the fastest layout, in seconds. Needs no torch.
 
-Both are counted against a run that stays in the layout it began with.
+Both are relative to a run that keeps its first layout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from shoal.launch.tuning.trials import Trial, Trials
 
 
 def account(trials: Trials) -> dict[str, Any]:
-    """As JSON: the layouts, the moves, the choice, the cost and the gain so far, and what is still expected."""
+    """As JSON: the layouts, the moves, the choice, cost and gain so far, and what is still expected."""
     known, here = trials.measured, trials.current.layout
     chosen = trials.decided.layout if trials.decided else here
     base = known[trials.first.layout].seconds if trials.first.layout in known else None
@@ -45,7 +45,7 @@ def account(trials: Trials) -> dict[str, Any]:
 
 
 def _after_moves(trial: Trial, trials: Trials) -> list[float]:
-    """Of the first visit no start is counted: a run without a search has that one too."""
+    """Slow starts caused by moves. The very first visit's does not count: a run without a search has it too."""
     return trial.slow_starts[1:] if trial is trials.first else trial.slow_starts
 
 

@@ -1,8 +1,8 @@
-"""What is believed of a layout's step time, and what it is worth to learn more. Needs no torch.
+"""Beliefs about a layout's step time, and the value of learning more. Needs no torch.
 
 A prediction is a belief with the plan's error bar, a measurement one with the spread of its samples. What a visit to a
-layout may save and what it costs both follow from the beliefs, so that one rule serves layouts that were never tried
-and layouts whose samples are too close to call.
+layout may save and what it costs both follow from beliefs, so one rule covers layouts that were never tried and layouts
+whose samples are too close to call.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# Of a normal distribution: its deviation over its median absolute deviation.
+# Converts a normal distribution's median absolute deviation into its standard deviation.
 DEVIATION = 1.4826
-# Steps of the same layout at another time of the day differ by about as much, however alike they are among themselves.
+# Step times of one layout vary by about this much between different times of day, however alike within one visit.
 LEAST_SPREAD = 0.02
 
 
 @dataclass(frozen=True)
 class Belief:
-    """Seconds of a step: normally distributed, with this deviation."""
+    """A step time in seconds: a normal distribution with this mean and deviation."""
 
     seconds: float
     spread: float
 
 
 def measured(samples: Sequence[float], visits: int = 1) -> Belief:
-    """By their median: a step that something else held up counts as one step and no more.
+    """From the samples' median, so that one disturbed step counts as a single sample.
 
-    What holds up one step often holds up those beside it: it is visits that make a median more certain, not samples.
+    What slows one step often slows its neighbours: more visits make a median more certain, not more samples.
     """
     middle = median(samples)
     apart = median(abs(one - middle) for one in samples) * DEVIATION
@@ -37,7 +37,7 @@ def measured(samples: Sequence[float], visits: int = 1) -> Belief:
 
 
 def expected_saving(best: Belief, other: Belief) -> float:
-    """Seconds per step by which ``other`` is faster than ``best`` on average, where being slower counts as nothing."""
+    """The expected seconds per step saved by ``other`` over ``best``, where being slower counts as zero."""
     gap, apart = best.seconds - other.seconds, math.hypot(best.spread, other.spread)
     if not apart:
         return max(0.0, gap)
@@ -45,7 +45,7 @@ def expected_saving(best: Belief, other: Belief) -> float:
 
 
 def chance_slower(best: Belief, other: Belief) -> float:
-    """That ``other`` turns out to be slower than ``best``."""
+    """The probability that ``other`` is slower than ``best``."""
     gap, apart = best.seconds - other.seconds, math.hypot(best.spread, other.spread)
     return 1 - _below(gap / apart) if apart else float(gap < 0)
 

@@ -1,4 +1,4 @@
-"""Which layouts a run tries: those within the error bar of the plan's best, or those that the user names. No torch."""
+"""The layouts that a run tries: those within the error bar of the plan's best, or those the user names. No torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoal.plan.search import searched
 
 @dataclass(frozen=True)
 class Tried:
-    """What a search was asked to try beside the layout that the run begins in: what the plan says, unless named."""
+    """What to try besides the run's first layout: the plan's choices, unless named."""
 
     named: tuple[Layout, ...] = ()
     most: int = MOST_LAYOUTS
 
 
 def candidates(job: Job, tried: Tried, check: Callable[[Job], None]) -> tuple[list[Job], str]:
-    """The job in each of them, the one that it begins in first; and, where that is all there is, why.
+    """The job in each layout, its first layout first; and if that is the only one, the reason.
 
-    ``check`` raises where a job cannot be trained here.
+    ``check`` raises if a job cannot be trained here.
     """
     _check(job, tried.most)
     if tried.named:
@@ -59,7 +59,7 @@ def candidates(job: Job, tried: Tried, check: Callable[[Job], None]) -> tuple[li
 
 
 def _check(job: Job, most: int) -> None:
-    """What no search can be made with."""
+    """Refuse settings that make a search impossible."""
     support.refuse_servers(job.config, "a search for the fastest layout")
     steps = job.config.recipe.steps
     if steps < 2 * VISIT:
@@ -72,7 +72,7 @@ def _check(job: Job, most: int) -> None:
 
 
 def in_layout(job: Job, layout: Layout, check: Callable[[Job], None], problems: list[Problem]) -> Job | None:
-    """The same job in another layout; None, and why among ``problems``, where it cannot be trained in that."""
+    """The same job in another layout; None if it cannot be trained in it, with the reason added to ``problems``."""
     config, rows = job.config, job.config.recipe.loss_facts.rows
     if config.run.strict and layout.micro is None:
         layout = layout.replace(micro=rows)
@@ -91,13 +91,13 @@ def in_layout(job: Job, layout: Layout, check: Callable[[Job], None], problems: 
 
 
 def _fastest_known(job: Job, check: Callable[[Job], None]) -> Job:
-    """In the layout that an earlier search found to be the fastest, where there was one of the same work."""
+    """The job in the layout that an earlier search of the same work found fastest, if there was one."""
     found = (in_layout(job, Layout.parse(name), check, []) for name in known_steps(job))
     return next((one for one in found if one is not None), job)
 
 
 def _smallest(recipe: Recipe) -> Recipe:
-    """With the batch that divides all those of a ramp: what divides it divides every one of them."""
+    """The recipe with a batch that divides all batches of a ramp, so that a layout that divides it divides them all."""
     return recipe.model_copy(update={"batch": recipe.batch_unit, "batch_ramp": ()})
 
 

@@ -1,4 +1,4 @@
-"""What a search expects of its layouts, from the plan and from earlier searches; and what it leaves to later ones.
+"""What a search expects of its layouts, from the plan and earlier searches; and what it records for later ones.
 
 No torch.
 """
@@ -17,17 +17,17 @@ from shoal.plan.judge import judge
 from shoal.plan.resolve import Job
 from shoal.train.files import private_files, replace_text
 
-# By which share a step of the same work in the same layout may differ from one of another run on the same machine.
+# How much a step in the same layout may differ between runs on the same machine, as a fraction.
 OF_ANOTHER_RUN = 0.1
 
 
 def known_steps(job: Job) -> dict[str, MeasuredStep]:
-    """What earlier searches measured of the same work, by layout, the fastest first."""
+    """What earlier searches measured for the same work, by layout, fastest first."""
     return known(job.cluster.device.name, _work(job))
 
 
 def expected(jobs: Sequence[Job]) -> list[Trial]:
-    """What was measured before is expected again; predictions are set right by as much as they were off there."""
+    """Earlier measurements are expected again; predictions are corrected by their error there."""
     before = known_steps(jobs[0])
     off = median(one.seconds / one.predicted for one in before.values()) if before else 1.0
     found = []
@@ -41,7 +41,7 @@ def expected(jobs: Sequence[Job]) -> list[Trial]:
 
 
 def remember(job: Job, trials: Trials) -> None:
-    """Keep what was measured for later searches. A disk that is full keeps none, and ends no run."""
+    """Record measurements for later searches. A full disk records nothing, and ends no run."""
     device, now = job.cluster.device.name, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     steps = [
         MeasuredStep(
@@ -59,7 +59,7 @@ def remember(job: Job, trials: Trials) -> None:
     path = file.steps_file(file.default_folder(), device)
     try:
         before = file.read_steps(path)
-    except ValueError:  # none, or none that can be used: it is replaced
+    except ValueError:  # missing or unusable: replace it
         before = StoredSteps(format=file.FORMAT, device=device)
     with contextlib.suppress(OSError), private_files():
         path.parent.mkdir(parents=True, exist_ok=True)

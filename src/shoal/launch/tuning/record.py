@@ -1,6 +1,6 @@
-"""``tuning.jsonl``: what a search for the fastest layout did, so that a stopped run goes on with it. Needs no torch.
+"""``tuning.jsonl``: the history of a search for the fastest layout, so that a stopped run continues it. Needs no torch.
 
-The times of steps stand in ``metrics.jsonl``, once; here are the layouts, the moves between them and the decision.
+Step times are in ``metrics.jsonl``, once; this file has the layouts, the moves between them and the decision.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal.plan.resolve import Job
 from shoal.train.files import RowFile, read_rows, replace_text
 from shoal.train.run_directory import RunDirectory
 
-# Kinds of rows. A later beginning makes void what was before it.
+# Kinds of rows. A new "begin" voids all rows before it.
 BEGIN, MOVE, MOVED, MEASURED, FAILED, DECIDED = "begin", "move", "moved", "measured", "failed", "decided"
 
 
 def layouts_to_try(
     job: Job, run: RunDirectory | None, tried: Tried, check: Callable[[Job], None]
 ) -> tuple[list[Job], str]:
-    """As ``candidates``. A run that has begun with some goes on with those, unless others are named now."""
+    """Like ``candidates``. A run that has begun a search continues with its layouts, unless others are named now."""
     begun = _begun(read_rows(run.tuning)) if run is not None and run.begun else []
     if begun:
         before = [_same(job, row["layout"], check) for row in begun[0]["layouts"]]
@@ -40,7 +40,7 @@ def layouts_to_try(
 
 
 def _same(job: Job, layout: str, check: Callable[[Job], None]) -> Job | None:
-    """The job in a layout; None where it is no longer trained in that."""
+    """The job in a layout; None if it can no longer be trained in it."""
     try:
         return in_layout(job, Layout.parse(layout), check, [])
     except BadInput:
@@ -48,13 +48,13 @@ def _same(job: Job, layout: str, check: Callable[[Job], None]) -> Job | None:
 
 
 def _begun(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """From the last beginning on."""
+    """The rows from the last "begin" on."""
     places = [place for place, row in enumerate(rows) if row.get("kind") == BEGIN]
     return rows[places[-1] :] if places else []
 
 
 def last_decision(run: RunDirectory) -> dict[str, Any] | None:
-    """What a search came to, as it was when it was decided; None where there was none."""
+    """The result of the last search, as decided then; None if there was none."""
     found = [row for row in _begun(read_rows(run.tuning)) if row["kind"] == DECIDED]
     return (
         {key: value for key, value in found[-1].items() if key not in ("time", "kind", "layout")}
@@ -64,12 +64,12 @@ def last_decision(run: RunDirectory) -> dict[str, Any] | None:
 
 
 class Tuning:
-    """A run's search: its layouts as jobs, what is known of them, and the file that keeps it."""
+    """A run's search: its layouts as jobs, what is known of them, and the file that records it."""
 
     def __init__(self, run: RunDirectory, jobs: Sequence[Job], why_alone: str = "") -> None:
-        """Goes on with the search that the run has begun, where that is one among these layouts.
+        """Continues the search that the run has begun, if it was among the same layouts.
 
-        ``jobs``: the run in each layout, the one that it begins in first. ``why_alone``: why there is only one.
+        ``jobs``: the run in each layout, its first layout first. ``why_alone``: why there is only one.
         """
         self.run = run
         self.jobs = {str(job.layout): job for job in jobs}
@@ -105,7 +105,7 @@ class Tuning:
             self.decide(TuningChoice(found[0].layout, why_alone, final=True))
 
     def _replay(self, done: int) -> None:
-        """What is known of the layouts, from the rows of the steps that a resume keeps and from what was noted."""
+        """Rebuild what is known, from the step rows that a resume keeps and from the recorded history."""
         trials = self.trials
         trials.step = self.start
         for row in read_rows(self.run.metrics):
@@ -121,7 +121,7 @@ class Tuning:
 
     @property
     def job(self) -> Job:
-        """In the layout that the run goes on in."""
+        """The job in the layout that the run continues in."""
         trials = self.trials
         if trials.decided is not None:
             return self.jobs[trials.decided.layout]
@@ -132,12 +132,12 @@ class Tuning:
         return self.jobs[layout]
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of ``metrics.jsonl``. Steps of a ramp's smaller batches are shorter, and compared with none."""
+        """Take in a row of ``metrics.jsonl``. A ramp's smaller batches take less time, and are not compared."""
         whole = self.recipe.clock.at(row["step"]) == self.recipe.batch
         self.trials.add(row["step"], row["layout"], str(row.get("attempt")), row["step_s"], whole)
 
     def decide(self, choice: TuningChoice) -> None:
-        """The search is over."""
+        """Record the search's result."""
         self.trials.decided = choice
         self.note(DECIDED, layout=choice.layout, **account(self.trials))
 

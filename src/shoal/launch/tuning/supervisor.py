@@ -1,7 +1,7 @@
 """One call of ``shoal train`` or ``shoal tune`` that looks for the fastest layout while it trains.
 
 A move is a stop between two steps, with a commit, and a start of the workers in another layout from the warm server:
-what a resume does, without a new launcher.
+the same as a resume, but without a new launcher.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shoal.train.guard.crash_loops import OUT_OF_MEMORY
 
 @dataclass(frozen=True)
 class _Departure:
-    """A move that has begun: the workers were asked to stop, and those of the other layout have done no step yet."""
+    """A move in progress: the workers were asked to stop, and those of the new layout have not done a step yet."""
 
     source: str
     choice: TuningChoice
 
 
 class TuningSupervisor(Supervisor):
-    """Moves between layouts until one is chosen; from then on it is like any other."""
+    """Moves between layouts until one is chosen; from then on it is a normal supervisor."""
 
     def __init__(self, tuning: Tuning, job: Job, *rest: Any) -> None:
         super().__init__(job, *rest)
@@ -46,7 +46,7 @@ class TuningSupervisor(Supervisor):
         self._last_row = time.monotonic()
 
     def _on_the_way(self) -> _Departure | None:
-        """A move that the launcher before this one has begun, and did not live to end."""
+        """A move that the previous launcher began and did not finish."""
         source, target = self.trials.current.layout, str(self.job.layout)
         if source == target:
             return None
@@ -80,7 +80,7 @@ class TuningSupervisor(Supervisor):
             self._last_row = now
 
     def _follow(self, choice: TuningChoice) -> None:
-        """Say what was measured and where the run goes; have the workers stop where that is another layout."""
+        """Report the measurement and the next layout; stop the workers if it is a different one."""
         trials, here = self.trials, self.trials.current
         belief, step = trials.measured[here.layout], trials.step
         samples = len(here.samples)
@@ -147,14 +147,14 @@ class TuningSupervisor(Supervisor):
         if self.job.layout != before:
             self._over, self._departed = True, None
         elif departed is not None and str(before) == departed.source:
-            # A fault came before the stop. What is decided still holds; what was only to be tried is asked again.
+            # A fault came before the stop. A decision still holds; a trial will be decided again.
             if departed.choice.final:
                 return self.tuning.jobs[departed.choice.layout]
             self._departed = None
         return self.job
 
     def _without_what_failed(self, ended: int) -> Job | None:
-        """A layout that does not run here is not tried again; the run goes on in another. None: it is no such fault."""
+        """Drop a layout that does not run here and continue in another. None: the fault has another cause."""
         layout, trials = str(self.job.layout), self.trials
         if trials.decided is not None or self._over:
             return None
@@ -164,7 +164,7 @@ class TuningSupervisor(Supervisor):
             return None
         other = trials.fall_back(layout)
         if other is None:
-            return None  # whatever is wrong, it is not the layout
+            return None  # the layout is not the cause
         why = str(failure).splitlines()[0]
         trials.fail(layout, why)
         self.logs.redact(self.run.logs)

@@ -1,7 +1,7 @@
-"""Which layout to train the next steps in: measured so far, still worth a visit, or decided. Needs no torch.
+"""Which layout to train the next steps in: measured, worth a visit, or decided. Needs no torch.
 
-Layouts drop out one after the other: one is visited, or visited again, only where what it is expected to save over the
-steps that are left pays for the moves and for the slower steps that it may take.
+Layouts drop out one by one: a layout is visited, or revisited, only if its expected saving over the remaining steps
+exceeds the cost of the moves and of steps that may be slower.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from statistics import median
 
 from shoal.launch.tuning.belief import Belief, chance_slower, expected_saving, measured
 
-# Layouts that are tried at most, that which the run begins in included: the plan's best few.
+# The most layouts to try, including the run's first: the plan's best few.
 MOST_LAYOUTS = 4
-# Steps of a process that are not samples. The first makes optimizer states, compiles and loads kernels; the second may
-# be observed.
+# Steps of a process that are not samples. The first creates optimizer states, compiles and loads kernels; the second
+# may be observed.
 WARM_UP = 2
-# Samples of a visit, at least; where steps are short, as many as take some time, or a share of the run.
+# The least samples per visit; if steps are short, as many as take this many seconds, or the run's steps divided by
+# this.
 SAMPLES, SAMPLED_SECONDS, SHARE_OF_RUN = 4, 1.0, 20
-# A visit takes at least so many steps.
+# The least steps per visit.
 VISIT = WARM_UP + SAMPLES
 # A layout that three visits cannot tell from the fastest is as fast.
 MOST_VISITS = 3
-# What a move is taken to cost before the first one: workers end, others are forked and read a commit.
+# The assumed cost of a move before the first one: workers end, new ones are forked and read a commit.
 MOVE_SECONDS = 2.0
 
 
 @dataclass
 class Trial:
-    """One layout: what was expected of it, and what came of that."""
+    """One layout: what was expected of it, and what was measured."""
 
     layout: str
-    predicted: float  # seconds of a step, by the plan or by an earlier search
-    error_bar: float  # of that, as a share
+    predicted: float  # seconds per step, by the plan or an earlier search
+    error_bar: float  # of that, as a fraction
     planned: float = 0.0  # by the plan alone
     samples: list[float] = field(default_factory=list)
-    warm_ups: list[list[float]] = field(default_factory=list)  # the first steps of each visit
-    steps: int = 0  # trained in it
+    warm_ups: list[list[float]] = field(default_factory=list)  # seconds of each visit's first steps
+    steps: int = 0  # trained in this layout
     visits: int = 0
     failed: str = ""  # why it is not tried again
 
@@ -47,7 +48,7 @@ class Trial:
 
     @property
     def slow_starts(self) -> list[float]:
-        """For each visit, seconds by which its first steps took longer than the others."""
+        """For each visit, how many seconds longer its first steps took than the others."""
         usual = median(self.samples) if self.samples else 0.0
         return [sum(max(0.0, one - usual) for one in steps) for steps in self.warm_ups] if usual else []
 
@@ -64,7 +65,7 @@ class LayoutMove:
 
 @dataclass(frozen=True)
 class TuningChoice:
-    """Where the run goes next, and why."""
+    """The layout to use next, and why."""
 
     layout: str
     why: str
@@ -72,19 +73,19 @@ class TuningChoice:
 
 
 class Trials:
-    """All that is known of the layouts, fed with the rows of a run's steps."""
+    """Everything known of the layouts, updated with the rows of a run's steps."""
 
     def __init__(self, trials: list[Trial], steps: int) -> None:
-        """The first of them is the one that the run begins in. ``steps``: of the whole run."""
+        """The first trial is the run's first layout. ``steps``: of the whole run."""
         self.of = {trial.layout: trial for trial in trials}
         self.first = trials[0]
         self.steps = steps
-        self.step = 0  # the last one done
+        self.step = 0  # the last completed step
         self.moves: list[LayoutMove] = []
         self.decided: TuningChoice | None = None
         self._current: Trial | None = None
-        self._here = 0  # samples of the present visit
-        self._starting = ""  # the attempt that the present visit began with
+        self._here = 0  # samples of the current visit
+        self._starting = ""  # the attempt in which the current visit began
         self._rows: Counter[str] = Counter()
 
     @property
@@ -93,15 +94,17 @@ class Trials:
 
     @property
     def measured(self) -> dict[str, Belief]:
-        """What was tried and did not fail, the first one first."""
+        """Layouts that were tried and did not fail, in order."""
         every = {name: trial.belief for name, trial in self.of.items() if not trial.failed}
         return {name: belief for name, belief in every.items() if belief is not None}
 
     def add(self, step: int, layout: str, attempt: str, seconds: float, comparable: bool = True) -> None:
-        """A step that was done. ``attempt``: by which start of the workers. Not ``comparable``: of another batch."""
+        """Add a completed step. ``attempt``: which start of the workers did it. Not ``comparable``: its batch
+        differs.
+        """
         trial = self.of.get(layout)
         self.step = max(self.step, step)
-        if trial is None:  # what devices are left after a fault
+        if trial is None:  # a layout for the devices left after a fault
             return
         trial.steps += 1
         if trial is not self._current:
@@ -110,7 +113,7 @@ class Trials:
             trial.warm_ups.append([])
         self._rows[attempt] += 1
         if self._rows[attempt] <= WARM_UP:
-            if attempt == self._starting:  # a restart after a fault is no part of a visit
+            if attempt == self._starting:  # a restart after a fault is not part of a visit
                 trial.warm_ups[-1].append(seconds)
         elif comparable and self.decided is None:
             trial.samples.append(seconds)
@@ -124,7 +127,7 @@ class Trials:
 
     @property
     def enough(self) -> bool:
-        """Whether this visit has told what it can."""
+        """Whether this visit has enough samples."""
         if self._here < SAMPLES:
             return False
         most = max(SAMPLES, self.steps // SHARE_OF_RUN)
@@ -132,13 +135,13 @@ class Trials:
 
     @property
     def move_seconds(self) -> float:
-        """What a move is expected to cost, slow first steps included. Those of the first layout were as slow."""
+        """The expected cost of a move, slow first steps included, which the first layout had as well."""
         taken = [move.seconds for move in self.moves]
         starts = [seconds for trial in self.of.values() for seconds in trial.slow_starts]
         return (median(taken) if taken else MOVE_SECONDS) + (median(starts) if starts else 0.0)
 
     def believed(self, trial: Trial) -> Belief:
-        """Of a layout that was not tried, by its prediction: right on average, as far as those were that were tried."""
+        """A belief about an untried layout: its prediction, corrected by the typical error of those tried."""
         if (known := trial.belief) is not None:
             return known
         ratios = [belief.seconds / self.of[name].predicted for name, belief in self.measured.items()]
@@ -146,12 +149,12 @@ class Trials:
         return Belief(seconds, seconds * trial.error_bar)
 
     def net_saving(self, trial: Trial) -> float:
-        """Seconds of the run that a visit to this layout is expected to save, less what it is expected to cost."""
+        """Seconds that a visit to this layout is expected to save over the run, minus its expected cost."""
         best, other = self._best(), self.believed(trial)
         belief = self.measured[best]
         saving = expected_saving(belief, other)
         slower = chance_slower(belief, other)
-        # From any layout but the best a move is due in any case.
+        # From any layout but the best, a move is due anyway.
         moves = slower + (best == self.current.layout)
         lost = saving + other.seconds - belief.seconds  # per step of the visit, where it is slower
         left = max(0, self.steps - self.step - VISIT)
@@ -162,7 +165,7 @@ class Trials:
         return min(known, key=lambda name: known[name].seconds)
 
     def next(self) -> TuningChoice | None:
-        """Where to go now that the present layout is known well enough; None: stay for another step."""
+        """Where to go now that the current layout is known well enough; None: stay for another step."""
         if self.decided is not None or not self.enough:
             return None
         best = self._best()
@@ -177,7 +180,7 @@ class Trials:
         return self._decide()
 
     def fall_back(self, layout: str) -> str | None:
-        """Where to go from a layout that does not run: the fastest that does, else the one predicted to be."""
+        """The layout to use after one that does not run: the fastest measured one, otherwise the fastest predicted."""
         left = [trial for trial in self.of.values() if not trial.failed and trial.layout != layout]
         known = [trial for trial in left if trial.samples]
         return min(known or left, key=lambda trial: self.believed(trial).seconds).layout if left else None

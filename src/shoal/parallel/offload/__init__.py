@@ -1,1 +1,1 @@
-"""Offload: what waits off the device between its uses, in the host's memory or on its disks."""
+"""Offload: what is kept in host memory or on local disks between its uses on the device."""

@@ -1,17 +1,17 @@
-"""Offload of activations: what recomputed blocks keep waits in the host's memory between its two uses.
+"""Offload of activations: what recomputed blocks save is kept in host memory between forward and backward.
 
-As a block's forward pass begins (its input) or goes on (what a selective block keeps), copies start on a stream of
-their own; they have the length of the next block's forward pass to end in, and then the device's tensors go. In the
-backward pass what a block kept is asked back ``HORIZON`` blocks before it is needed. Which blocks send theirs away is
-decided in ``facts/layout/offload_activations.py``.
+Copies start on a stream of their own when a block's forward pass begins (its input) or while it runs (what a selective
+block saves). They have the length of the next block's forward pass to finish; then the device tensors are freed. In the
+backward pass, a block's tensors are prefetched ``HORIZON`` blocks before they are needed.
+``facts/layout/offload_activations.py`` decides which blocks offload.
 
-Autograd gives what it saves to hooks (``torch.autograd.graph.saved_tensors_hooks``): around an eager block that is what
-checkpointing saves, its input; around a compiled one all that its graph saves, weights included, which stay. What eager
-selective recomputation keeps is kept by a mode of torch's dispatcher, here by one of our own. On a CPU there are no
-streams, a copy is done when it is begun, and all else is the same.
+Autograd passes what it saves to hooks (``torch.autograd.graph.saved_tensors_hooks``): around an eager block that is
+what checkpointing saves, its input; around a compiled one it is all that its graph saves, including weights, which
+stay. What eager selective recomputation saves goes through a torch dispatch mode, here one of our own. On a CPU there
+are no streams and copies are synchronous; everything else is the same.
 
-``@nvme``: from its buffer a tensor is written to a file, and the buffer is free when the next block's forward pass
-ends; what is asked back is read into a buffer again. The host holds what two blocks keep.
+``@nvme``: a tensor is written from its buffer to a file, and the buffer is free when the next block's forward pass
+ends; prefetching reads it back into a buffer. The host holds what two blocks save.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Forward = Callable[..., Tensor]
 
 
 class CopyStreams:
-    """Copies between a device and its host's memory, each way in a stream of its own."""
+    """Copies between a device and host memory, with one stream per direction."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory, device = memory, memory.device
         self.out, self.back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def leave(self, tensor: Tensor, buffer: HostBuffer) -> torch.cuda.Event | None:
-        """Copy a tensor out once it is computed; who frees it waits for the event that is returned."""
+        """Copy a tensor out once it is computed; wait for the returned event before freeing it."""
         if self.out is None:
             buffer.like(tensor).copy_(tensor)
             return None
@@ -57,11 +57,11 @@ class CopyStreams:
     def come_back(
         self, tensor: Tensor, buffer: HostBuffer, left: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Copy a buffer into a tensor of the device; who reads it waits for the event."""
+        """Copy a buffer into a device tensor; wait for the returned event before reading it."""
         if self.back is None:
             tensor.copy_(buffer.like(tensor))
             return None
-        # Whatever had the tensor's memory before may still be read by what was issued up to now.
+        # Kernels issued so far may still read whatever used the tensor's memory before.
         self.back.wait_stream(torch.cuda.current_stream())
         if left is not None:
             self.back.wait_event(left)
@@ -72,7 +72,7 @@ class CopyStreams:
 
 
 class ActivationFiles:
-    """Files that tensors of a size wait in, one after the other."""
+    """A pool of files, by size, that tensors use one after the other."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
@@ -91,7 +91,7 @@ class ActivationFiles:
 
 
 class AwayTensor:
-    """A tensor of the device whose values wait in the host's memory, or in a file."""
+    """A device tensor whose values are in host memory, or in a file."""
 
     def __init__(self, tensor: Tensor, streams: CopyStreams, disk: ActivationFiles | None = None) -> None:
         self._streams, self._disk = streams, disk
@@ -112,7 +112,7 @@ class AwayTensor:
             self._moving = disk.files.write(self._file, self._buffer.bytes, after=copied)
 
     def let_go(self) -> None:
-        """The device's tensor may go, as soon as it is copied; and a buffer whose bytes are in a file."""
+        """Free the device tensor once it is copied, and the buffer once its bytes are in a file."""
         if self._left is not None and self._leaving is not None:
             torch.cuda.current_stream().wait_event(self._left)
         self._leaving = None
@@ -120,7 +120,7 @@ class AwayTensor:
             self._free_buffer()
 
     def ask_back(self) -> None:
-        """Start on the way back, if it has not."""
+        """Start bringing it back, unless that has begun."""
         if self._here is not None or (self._buffer is None and self._file is None):
             return
         size, stride, dtype, device = self._place
@@ -135,7 +135,7 @@ class AwayTensor:
             self._moving = self._disk.files.read(self._file, self._buffer.bytes)
 
     def take(self) -> Tensor:
-        """The tensor, which is its reader's from now on."""
+        """The tensor, now owned by the caller."""
         self.ask_back()
         if self._here is None:
             raise RuntimeError("an offloaded activation was asked for twice: backward passes run once here")
@@ -172,20 +172,20 @@ class AwayTensor:
             self._buffer = None
 
     def __del__(self) -> None:
-        # Never asked for, as of a forward pass whose backward pass does not come.
+        # Never used, as after a forward pass without a backward pass.
         with suppress(OSError, RuntimeError):
             self._free()
 
 
 class KeptBlock:
-    """What one block keeps of one micro-batch, and the block before it."""
+    """What one block saves for one micro-batch, and the block before it."""
 
     def __init__(self, before: KeptBlock | None) -> None:
         self.before = before
         self.away: list[AwayTensor] = []
 
     def come(self) -> None:
-        """Its backward pass begins: all of it is needed, and soon what earlier blocks kept."""
+        """Its backward pass begins: bring back all of it, and prefetch what earlier blocks saved."""
         kept: KeptBlock | None = self
         for _ in range(1 + HORIZON):
             if kept is None:
@@ -193,22 +193,22 @@ class KeptBlock:
             for one in kept.away:
                 one.ask_back()
             kept = kept.before
-        # The next one asks for those before it.
+        # The next one prefetches those before it.
         self.before = None
 
 
 class ActivationOffload:
-    """The blocks of a rank whose activations wait in the host's memory, or in files."""
+    """The blocks of a rank whose activations are offloaded to host memory or files."""
 
     def __init__(self, memory: HostMemory, fraction: float, files: Files | None = None) -> None:
         self._streams, self._fraction = CopyStreams(memory), fraction
         self._disk = ActivationFiles(files) if files is not None else None
-        # Of the block whose forward pass is running, if that sends anything away.
+        # Set while the forward pass of a block that offloads is running.
         self._running: KeptBlock | None = None
         self._last: KeptBlock | None = None
 
     def watch(self, segments: Sequence[StageModule]) -> None:
-        """From now on their blocks, recomputed and maybe compiled, send away what they keep."""
+        """Make the blocks, recomputed and maybe compiled, offload what they save."""
         for segment in segments:
             blocks: list[nn.Module] = list(segment.network.model.layers.values())
             away = blocks_away(len(blocks), self._fraction, segment.stage.first, segment.stage.last)
@@ -217,7 +217,7 @@ class ActivationOffload:
                 block.forward = partial(self._run, block, block.forward, number == 0, number in away, at_end)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the forward pass of an eager selective block and for its repetition."""
+        """Contexts for the forward pass of an eager selective block and for its recomputation."""
         if self._running is None:
             return selective_contexts()
         products: list[AwayTensor] = []
@@ -251,14 +251,14 @@ class ActivationOffload:
         self._running = None
         if at_end:
             self._last = None
-        # Its own copies have the next block's forward pass to end in; where there is none, they end here.
+        # A block's copies may run until the end of the next block's forward pass; the last block's finish here.
         for one in [*(before.away if before else []), *(kept.away if at_end else [])]:
             one.let_go()
         return output
 
 
 class _SendingAway(TorchDispatchMode):
-    """Results of matrix products are kept, off the device."""
+    """Offloads the matmul results that selective recomputation saves."""
 
     def __init__(
         self, kept: KeptBlock, products: list[AwayTensor], away: Callable[[Tensor], AwayTensor]
@@ -277,7 +277,7 @@ class _SendingAway(TorchDispatchMode):
 
 
 class _HandingBack(TorchDispatchMode):
-    """And are not computed again."""
+    """Returns the saved results in place of recomputing them."""
 
     def __init__(self, products: list[AwayTensor]) -> None:
         super().__init__()
@@ -292,7 +292,9 @@ class _HandingBack(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor, stay: set[int]) -> bool:
-    """Activations alone, and those that a copy can give back as they are: without gaps or repeated elements."""
+    """Whether to offload a saved tensor: only activations that a copy restores exactly, without gaps or repeated
+    elements.
+    """
     if not tensor.is_floating_point() or tensor.numel() == 0 or id(tensor.untyped_storage()) in stay:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -305,7 +307,7 @@ def _storages(tensors: Any) -> set[int]:
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
-    """Of what is given to all blocks alike: tables of positions."""
+    """Tensors among the arguments that all blocks share, such as position tables."""
     found = []
     for one in arguments:
         if isinstance(one, Tensor):

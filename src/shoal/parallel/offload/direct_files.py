@@ -1,13 +1,13 @@
 """Files of tensors on a local disk, read and written in the background with direct I/O.
 
-Direct: past the system's cache, which would take memory beside what the caller owns and copy every byte once more. A
-few threads keep several blocks of a file on their way at once; the system's calls and the hash let go of the
-interpreter's lock meanwhile. Every block's BLAKE3 hash is kept in memory and compared when the block is read.
+Direct I/O bypasses the page cache, which would take memory beyond what the caller owns and copy every byte once more. A
+few threads keep several blocks of a file in flight; system calls and hashing release the GIL. Every block's BLAKE3 hash
+is kept in memory and checked when the block is read.
 
-Reads and writes have threads of their own: a step waits for what is read, and it would stand behind all that was to be
-written before; and while some threads hash, others keep the disk at work.
+Reads and writes have separate threads: a step waits for reads, which would otherwise queue behind all pending writes;
+and while some threads hash, others keep the disk busy.
 
-Buffers are the caller's, from ``aligned``: while a transfer runs, its buffer is not to be touched.
+Buffers belong to the caller and come from ``aligned``; do not touch one while its transfer runs.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from shoal.facts.layout.offload import STAGED, STAGES
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, whole_pages
 from shoal.parallel.offload.scratch import BLOCK, Scratch
 
-# What is hashed, read and written at once.
+# Bytes that are hashed, read and written at once.
 PIECE, THREADS = STAGED, STAGES
 
 
 class FileTransfer(Protocol):
-    """A read or a write that has begun."""
+    """A read or a write in progress."""
 
     @property
     def parts(self) -> Sequence[Future[None]]:
-        """What of it runs at once, or did."""
+        """The parts that run, or ran, concurrently."""
 
     def done(self) -> bool: ...
 
     def result(self) -> None:
-        """Wait for its end; raises what went wrong."""
+        """Wait for completion; raises any error."""
 
 
 class FilePart(Protocol):
-    """What is read or written at once: bytes ``start`` to ``stop`` of a tensor's file."""
+    """One unit of I/O: bytes ``start`` to ``stop`` of a tensor's file."""
 
     start: int
     stop: int
 
     def read(self, buffer: Tensor) -> None:
-        """Into the beginning of an aligned buffer. Raises what went wrong."""
+        """Read into the beginning of an aligned buffer. Raises any error."""
 
     def write(self, buffer: Tensor) -> None:
-        """From there."""
+        """Write from the beginning of an aligned buffer."""
 
 
 class Files(Protocol):
-    """Where tensors wait that the host has no room for. A dry run's have sizes alone."""
+    """Storage for tensors that do not fit in host memory. A dry run's has only sizes."""
 
     @property
     def content(self) -> int:
-        """Bytes of all tensors that have a file."""
+        """Total bytes of all tensors that have a file."""
 
     def make(self, name: str, size: int) -> None: ...
 
@@ -83,18 +83,20 @@ class Files(Protocol):
     ) -> FileTransfer: ...
 
     def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> FileTransfer:
-        """All parts of a file, a few at a time; what is asked of one later comes later. ``writes``: not only reads."""
+        """Apply ``move`` to all parts of a file, a few at a time; calls for one part run in order. ``writes``: not
+        read-only.
+        """
 
     def remove(self, name: str) -> None: ...
 
     def mapped(self, size: int) -> Tensor:
-        """So many bytes on the disk that are used as memory is; they go with the tensor."""
+        """``size`` bytes on the disk, memory-mapped; freed with the tensor."""
 
     def close(self) -> None: ...
 
 
 class ScratchDamaged(RuntimeError):
-    """A disk gave back other bytes than it was given, or failed to."""
+    """A disk returned different bytes than were written, or failed to return any."""
 
 
 @dataclass
@@ -105,7 +107,7 @@ class DirectFile:
     handle: int
     size: int  # of the tensor, in bytes
     hashes: list[bytes | None]  # of every piece; None: never written
-    # The last transfer of every piece: the next one waits for it.
+    # The last transfer of every piece; the next one waits for it.
     last: list[Future[None] | None] = field(default_factory=list)
 
 
@@ -125,7 +127,7 @@ class DiskPart:
 
 
 class DiskTransfer:
-    """A read or a write that runs in the background."""
+    """A read or a write running in the background."""
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self.parts = pieces
@@ -134,26 +136,26 @@ class DiskTransfer:
         return all(one.done() for one in self.parts)
 
     def result(self) -> None:
-        """Wait for its end; raises what went wrong: an ``OSError`` that names the file, or ``ScratchDamaged``."""
-        # All of them, before any is raised: afterwards no thread touches the buffer.
+        """Wait for completion. Raises an ``OSError`` that names the file, or ``ScratchDamaged``."""
+        # Wait for all before raising, so that no thread touches the buffer afterwards.
         wait(self.parts)
         for one in self.parts:
             one.result()
 
 
 def wait_for_part(transfers: Iterable[FileTransfer]) -> None:
-    """Until one more part of what is on its way has ended; at once where nothing is."""
+    """Wait until one more part of the running transfers has ended; returns at once if none is running."""
     if going := [one for transfer in transfers for one in transfer.parts if not one.done()]:
         wait(going, return_when=FIRST_COMPLETED)
 
 
 class DirectFiles:
-    """The files of one scratch directory, each of a size of its own that never changes."""
+    """The files of one scratch directory, each of a fixed size."""
 
     def __init__(self, directory: Path, threads: int = THREADS, scratch: Scratch | None = None) -> None:
-        """``scratch``: whose directory it is; it goes with the files."""
+        """``scratch``: the directory's owner; it is removed with the files."""
         self.directory, self._scratch = directory, scratch
-        # One is open for each tensor: up to five for a parameter, where a process may often have 1,024 unless it asks.
+        # One file is open per tensor: up to five per parameter, where a process often may have only 1,024 by default.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._files: dict[str, DirectFile] = {}
@@ -162,21 +164,23 @@ class DirectFiles:
 
     @property
     def bytes(self) -> int:
-        """On the disk."""
+        """Bytes on disk."""
         return sum(_whole_blocks(file.size) for file in self._files.values())
 
     @property
     def content(self) -> int:
-        """Of tensors, without what fills their last blocks."""
+        """Bytes of the tensors, without the padding of their last blocks."""
         return sum(file.size for file in self._files.values())
 
     def mapped(self, size: int) -> Tensor:
-        """Through the system's cache, which gives its memory back where that is scarce."""
+        """Through the page cache, which the system shrinks when memory is scarce."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         with tempfile.NamedTemporaryFile(dir=self.directory) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a page without room would end the process
+                os.posix_fallocate(
+                    file.fileno(), 0, size
+                )  # a page the disk has no room for would kill the process
             except OSError as error:
                 raise OSError(error.errno, error.strerror, file.name) from None
             return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
@@ -185,7 +189,9 @@ class DirectFiles:
         return memory.take(size, in_whole_pages=True)
 
     def make(self, name: str, size: int) -> None:
-        """A file for a tensor of so many bytes. Its room is taken now: a disk that is too small says so here."""
+        """Create a file for a tensor of ``size`` bytes. Space is allocated now, so a disk that is too small fails
+        here.
+        """
         path = self.directory / name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
@@ -199,16 +205,16 @@ class DirectFiles:
     def write(
         self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
     ) -> DiskTransfer:
-        """Write a tensor, which lies in an aligned buffer, into its file from byte ``start`` on.
+        """Write a tensor in an aligned buffer to its file, from byte ``start`` on.
 
-        Up to the file's end or in whole pieces. ``after``: returns when the tensor has its values.
+        Write up to the file's end or in whole pieces. ``after`` blocks until the tensor has its values.
         """
         return self._start(self._writers, name, tensor, start, _write_piece, after)
 
     def read(
         self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
     ) -> DiskTransfer:
-        """Read it back, into an aligned buffer. ``after``: returns when the buffer is free."""
+        """Read it back into an aligned buffer. ``after`` blocks until the buffer is free."""
         file = self._files[name]
         if any(file.last[number] is None for number in _pieces(file, tensor, start)):
             raise ValueError(f"{name} was never written")
@@ -220,14 +226,14 @@ class DirectFiles:
         return _submit(self._writers if writes else self._readers, file, moves)
 
     def remove(self, name: str) -> None:
-        """A file that nothing will be asked of, when what was has ended."""
+        """Delete a file after its pending transfers."""
         file = self._files.pop(name)
         wait([one for one in file.last if one is not None])
         os.close(file.handle)
         file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Wait for what runs, and let go of the files; their directory removes them."""
+        """Wait for running transfers and close the files; their directory removes them."""
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
@@ -259,7 +265,9 @@ def _submit(
     moves: Mapping[int, Callable[[], None]],
     after: Callable[[], None] | None = None,
 ) -> DiskTransfer:
-    """What was asked for earlier of the same piece comes first: what waits for it waits for what has begun."""
+    """Submit transfers; those of one piece run in the order they were submitted, so whatever waits, waits for one
+    that has started.
+    """
     for number, move in moves.items():
         file.last[number] = pool.submit(_after, file.last[number], after, move)
     return DiskTransfer([job for number in moves if (job := file.last[number]) is not None])
@@ -279,7 +287,7 @@ def _read_piece(file: DirectFile, number: int, memory: memoryview) -> None:
 
 
 def aligned(size: int, device: torch.device) -> Tensor:
-    """A buffer that direct I/O takes, of so many bytes, pinned for copies to and from a CUDA device."""
+    """A buffer of ``size`` bytes for direct I/O, pinned for copies to and from a CUDA device."""
     return whole_pages(size, device)
 
 
@@ -289,7 +297,7 @@ def _after(
     move: Callable[[], None],
 ) -> None:
     if before is not None:
-        with suppress(CancelledError):  # which ``wait`` would not hear of
+        with suppress(CancelledError):  # ``wait`` would miss a cancellation
             before.exception()
     if after is not None:
         after()
@@ -297,14 +305,14 @@ def _after(
 
 
 def _move(call: Callable[..., int], file: DirectFile, start: int, memory: memoryview) -> None:
-    """All of the memory, however little of it the system moves at a time."""
+    """Read or write all of ``memory``, however little the system moves per call."""
     done = 0
     while done < len(memory):
         try:
             moved = call(file.handle, [memory[done:]], start + done)
         except OSError as error:
             raise _failed(error.errno or errno.EIO, file, start + done) from None
-        # It goes on at a whole block. The last one of a full disk is never whole.
+        # Continue at a whole block. The last block on a full disk is never whole.
         moved -= moved % BLOCK
         if moved == 0:
             raise _failed(errno.ENOSPC if call is os.pwritev else errno.EIO, file, start + done)
@@ -322,12 +330,12 @@ def _damaged(what: str) -> ScratchDamaged:
 
 
 def _hash(file: DirectFile, number: int, memory: memoryview) -> bytes:
-    """Of what is the tensor's, without what fills the last block."""
+    """Hash the tensor's bytes, without the padding of the last block."""
     return blake3(memory[: file.size - number * PIECE]).digest()
 
 
 def _pieces(file: DirectFile, tensor: Tensor, start: int) -> range:
-    """Numbers of those that a tensor has from byte ``start`` on."""
+    """The indices of the pieces that a tensor covers, from byte ``start`` on."""
     end = start + tensor.nbytes
     if start % PIECE or end > file.size or (end < file.size and end % PIECE):
         held = f"a file of {file.size:,} bytes"

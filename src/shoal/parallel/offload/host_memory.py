@@ -1,8 +1,8 @@
-"""The host's memory as a place to wait in: pinned buffers, used again and again.
+"""Pinned host buffers for offloaded tensors, reused again and again.
 
-Pinned, so that copies to and from a GPU run beside its kernels. Torch's own pinned allocator rounds every size up to a
-power of two, which would cost up to twice the memory: buffers are taken from the system as large as they are asked for
-and then registered with CUDA. On a CPU a buffer is ordinary memory, and all else is the same.
+Pinned, so that copies to and from a GPU overlap with its kernels. Torch's own pinned allocator rounds sizes up to a
+power of two, which could double the memory: these buffers are allocated at their exact size and then registered with
+CUDA. On a CPU a buffer is ordinary memory; everything else is the same.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of <malloc.h>: what the end of a heap may keep free, and from which size on a block is mapped by itself.
+# From <malloc.h>: how much free memory the end of a heap may keep, and from which size on blocks are mapped separately.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# While first values are made, whose temporaries of 512 KiB would cost a page fault every 4 KiB; and in steps, as glibc
-# begins.
+# While weights are initialised, whose temporaries of 512 KiB would otherwise cost a page fault every 4 KiB; and in
+# steps, glibc's own initial value.
 LARGE_AT_FIRST, LARGE = 1 << 20, 1 << 17
 
 
 class HostThread:
-    """Does what the host has to do beside a device, one thing after the other. On a CPU it is done at once."""
+    """A worker thread for host work that overlaps with a device, one task at a time. On a CPU, work runs
+    synchronously.
+    """
 
     def __init__(self, name: str, device: torch.device, threads: int | None = None) -> None:
-        """``threads``: that torch's operators may use in it."""
+        """``threads``: how many threads torch's operators may use in it."""
         self._pool: ThreadPoolExecutor | None = None
         if device.type != "cpu":
             self._pool = ThreadPoolExecutor(1, name, partial(_begin, device, threads))
 
     @property
     def beside(self) -> bool:
-        """Whether what it does goes on beside who asked for it."""
+        """Whether its work runs concurrently with the caller."""
         return self._pool is not None
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -50,7 +52,7 @@ class HostThread:
 
 
 def _begin(device: torch.device, threads: int | None) -> None:
-    # A new thread would begin with the first device, and leave a context of its own there.
+    # A new thread would start on the first device and leave a CUDA context there.
     if device.index is not None:
         torch.cuda.set_device(device)
     if threads is not None:
@@ -59,34 +61,34 @@ def _begin(device: torch.device, threads: int | None) -> None:
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Some bytes."""
+    """A buffer in host memory."""
 
     bytes: Tensor  # uint8
-    # The end of the copies that last read it: a stream that writes into it waits for that.
+    # The end of the copies that last read it; a stream that writes to it waits for that.
     read: torch.cuda.Event | None = None
-    in_whole_pages: bool = False  # as direct I/O wants it
+    in_whole_pages: bool = False  # as direct I/O needs it
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Its bytes in the shape, the strides and the type of a tensor that is as large."""
+        """Its bytes with the shape, strides and dtype of a tensor of the same size."""
         return self.bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class HostMemory:
-    """One rank's buffers. Those given back are taken again by what has their size: a steady state makes none."""
+    """One rank's buffers. Returned buffers are reused for their size, so the steady state allocates nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        """``device``: whose copies the buffers are pinned for."""
+        """``device``: the device whose copies the buffers are pinned for."""
         self.device = device
-        self.buffers: list[Tensor] = []  # all that there are
+        self.buffers: list[Tensor] = []  # all buffers
         self._free: dict[tuple[int, bool], list[HostBuffer]] = {}
 
     @property
     def bytes(self) -> int:
-        """Taken from the system."""
+        """Total bytes allocated from the system."""
         return sum(one.numel() for one in self.buffers)
 
     def take(self, size: int, in_whole_pages: bool = False) -> HostBuffer:
-        """A buffer of exactly so many bytes, or up to the end of their last page. What it holds is anything."""
+        """A buffer of ``size`` bytes, or up to the end of their last page, uninitialised."""
         free = self._free.get((size, in_whole_pages))
         if free:
             return free.pop()
@@ -95,7 +97,7 @@ class HostMemory:
         return HostBuffer(made, in_whole_pages=in_whole_pages)
 
     def release(self, buffer: HostBuffer) -> None:
-        """None of its size will be wanted again."""
+        """Release a buffer whose size will not be needed again."""
         self.buffers = [one for one in self.buffers if one is not buffer.bytes]
 
     def give_back(self, buffer: HostBuffer) -> None:
@@ -103,13 +105,14 @@ class HostMemory:
 
 
 def give_back_large_blocks(size: int) -> None:
-    """From now on what this process frees of this size or more goes back to the system at once; now, all that is free.
+    """Make this process return freed blocks of this size or more to the system at once, and release all free memory
+    now.
 
-    glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
-    process grows by what it has freed. By itself it raises both limits, to 32 and 64 MiB, as large blocks are freed: to
-    be called before there are any, for a hole in a heap is used again whatever the limits are. And as torch asks for
-    aligned blocks, holes of glibc 2.36 and older do not fit the next block of the same size. Other libraries of C have
-    no such settings.
+    glibc would keep them: as weights come and go, small long-lived tensors settle in the holes they leave, and the
+    process grows by what it has freed. On its own, glibc raises both limits to 32 and 64 MiB as large blocks are freed.
+    Call this before there are any, because holes in a heap are reused whatever the limits are. Torch asks for aligned
+    blocks, so holes of glibc 2.36 and older do not fit the next block of the same size. Other C libraries have no such
+    settings.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -119,16 +122,16 @@ def give_back_large_blocks(size: int) -> None:
 
 
 def give_back_what_is_free() -> None:
-    """To the system, from between what is used as well."""
+    """Return free memory to the system, including holes between blocks in use."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:
-    """So many bytes of the host's memory, pinned for a CUDA device; for any other as they are.
+    """``size`` bytes of host memory, pinned for a CUDA device; ordinary memory for any other.
 
-    ``in_whole_pages``: in pages of their own in any case, as direct I/O wants them.
+    ``in_whole_pages``: always on pages of its own, as direct I/O needs.
     """
     on_gpu = device.type == "cuda"
     if not size or not (on_gpu or in_whole_pages):
@@ -141,7 +144,7 @@ def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Ten
 
 
 def whole_pages(size: int, device: torch.device) -> Tensor:
-    """So many bytes that direct I/O takes: the rest of their last page is there too."""
+    """``size`` bytes for direct I/O: the rest of their last page is allocated too."""
     return pinned(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, device, in_whole_pages=True)[:size]
 
 
@@ -150,5 +153,6 @@ def _register(memory: Tensor) -> None:
     error = int(runtime.cudaHostRegister(start, memory.numel(), 0))
     if error:
         raise MemoryError(f"the host could not pin {memory.numel():,} bytes for offload (CUDA error {error})")
-    # A storage's Python object lives as long as the storage: its pages go back to the system unpinned.
+    # A storage's Python object lives as long as the storage, so its pages are unpinned before they return to the
+    # system.
     weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False

@@ -1,15 +1,15 @@
-"""Offload of parameters: weights rest in the host's memory or in files, and are on the device while they are used.
+"""Offload of parameters: weights live in host memory or in files, and are on the device only while they are used.
 
-A block's weights are fetched while the block before it computes, in the forward pass and again, from the other end, in
-the backward pass; so the device has those of two blocks, and of each of the network's ends as its turn comes. What is
-fetched fills the parameter's own storage, which is emptied after use: what autograd has saved of a weight is a view of
-it, and finds its values again. The weights themselves are the host's (``parallel/offload/states.py``): it updates them,
-and nothing of them has to return.
+A block's weights are fetched while the previous block computes, in the forward pass and again, in reverse order, in the
+backward pass. So the device holds the weights of two blocks, and those of the network's two ends when their turn comes.
+A fetch fills the parameter's own storage, which is freed after use: autograd saved a view of the weight, which sees the
+values again. The weights themselves belong to the host (``parallel/offload/states.py``), which updates them, so nothing
+has to be copied back.
 
-Where FSDP gathers (``zero=3``), it asks each rank's rows how to send them, ahead of their use as always: these come
-from the host as they are asked for, and from files as ``rows_ahead.py`` has read them. FSDP's own ``CPUOffloadPolicy``
-would do that too, and would send gradients away as it sees fit: through pinned memory of twice their size, and added up
-while the device waits.
+Where FSDP all-gathers (``zero=3``), it asks each rank's rows how to send them, ahead of use as always. Rows in host
+memory are copied when asked for; rows in files have been read ahead by ``rows_ahead.py``. FSDP's own
+``CPUOffloadPolicy`` could do that too, but it would control how gradients leave: through pinned memory of twice their
+size, accumulated while the device waits.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from shoal.parallel.stage_module import (
 
 
 def resting_names(segments: Sequence[StageModule], fraction: float) -> frozenset[str]:
-    """Of a rank's parameters, on any device, those that rest in the host's memory."""
+    """Names of a rank's parameters, on any device, that live in host memory."""
     named = [one for segment in segments for one in segment.network.named_parameters()]
     first = offloaded([local_tensor(parameter).numel() for _, parameter in named], fraction)
-    # What routers are corrected by is not the optimizer's, and tiny.
+    # Routers' bias corrections are tiny and not updated by the optimizer.
     return frozenset(name for name, _ in named[first:] if not name.endswith(CORRECTION))
 
 
 class Homes(NamedTuple):
-    """Where parameters rest that do not rest on the device."""
+    """Where offloaded parameters live."""
 
     tensors: dict[nn.Parameter, Tensor]
-    files: dict[nn.Parameter, FiledWeight]  # of those whose tensor has no values
+    files: dict[nn.Parameter, FiledWeight]  # files of those whose host tensor has no values
 
 
 def make_homes(
     segments: Sequence[StageModule], names: frozenset[str], memory: HostMemory, staged: StagedFiles | None
 ) -> Homes:
-    """For the parameters of these names. Those of them that FSDP does not hold have given up their storage."""
+    """Make homes for the named parameters. Those outside FSDP have freed their storage already."""
     homes = Homes({}, {})
     for segment in segments:
         for name, parameter in segment.network.named_parameters():
@@ -73,12 +73,12 @@ def make_homes(
 
 
 class GatheredFromHome:
-    """How FSDP gathers one parameter, of which this rank's rows rest off the device."""
+    """How FSDP all-gathers one parameter whose local rows are offloaded."""
 
-    ahead: RowsAhead | None = None  # what reads rows before they are asked for
+    ahead: RowsAhead | None = None  # prefetches rows from files
 
     def __init__(self, rows: Tensor, padded: torch.Size, held: HeldParameter) -> None:
-        """``rows``: FSDP's, whose storage goes. ``padded``: their shape as they travel."""
+        """``rows``: FSDP's local rows, whose storage is freed. ``padded``: their shape when sent."""
         assert held.home is not None
         self.label, self.padded, self.device = held.label, padded, rows.device
         self.home, self.file = held.home, held.home_file
@@ -89,7 +89,7 @@ class GatheredFromHome:
     def before(
         self, mesh: object, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What is sent. FSDP asks in the stream that it will read it in."""
+        """What to send. FSDP asks on the stream that will read it."""
         sent = torch.empty(self.padded, dtype=self.home.dtype, device=self.device)
         rows = sent[: self.home.shape[0]]
         if self.file is None:
@@ -103,28 +103,28 @@ class GatheredFromHome:
     def after(
         self, came: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> None:
-        """What came lies where FSDP's parameter, which it has made before, expects it."""
+        """Nothing to do: what arrives is already where FSDP's parameter expects it."""
         assert out is not None
 
 
 class UnitFromHome(NamedTuple):
-    """What FSDP gathers at once, as far as it rests off the device."""
+    """The offloaded part of what FSDP gathers at once."""
 
-    rows: list[GatheredFromHome]  # in the order that it asks for them
-    again: bool  # in the backward pass too
+    rows: list[GatheredFromHome]  # in the order that FSDP asks for them
+    again: bool  # gathered in the backward pass too
 
 
 def read_ahead(units: Sequence[UnitFromHome], staged: StagedFiles) -> RowsAhead:
-    """From now on rows of blocks that rest in files are read before FSDP asks for them. ``units``: in forward order."""
+    """Prefetch rows of blocks from files before FSDP asks for them. ``units``: in forward order."""
     filed: list[UnitOfRows] = []
-    within: set[int | None] = set()  # the blocks of the last of these
+    within: set[int | None] = set()  # the blocks of the last unit
     resting: list[GatheredFromHome] = []
     for unit in units:
         rows = [one for one in unit.rows if one.file is not None and block_of(one.label) is not None]
         files = [one.file for one in rows if one.file is not None]
         again = files if unit.again else []
         blocks = {block_of(one.label) for one in rows}
-        if filed and blocks <= within:  # experts, which FSDP asks for with the rest of their blocks
+        if filed and blocks <= within:  # experts, which FSDP gathers with the rest of their blocks
             filed[-1] = UnitOfRows([*filed[-1].files, *files], [*filed[-1].again, *again])
         else:
             filed.append(UnitOfRows(files, again))
@@ -136,17 +136,17 @@ def read_ahead(units: Sequence[UnitFromHome], staged: StagedFiles) -> RowsAhead:
     return ahead
 
 
-Fetched = Mapping[nn.Parameter, Tensor]  # parameters that are used together, each with its home
+Fetched = Mapping[nn.Parameter, Tensor]  # parameters that are used together, each with its host tensor
 NOTHING: Fetched = {}
 
 
 class ParameterFetcher:
-    """The weights of a rank that are on the device: those in use, and those that will be next."""
+    """The weights of a rank that are on the device: those in use, and those needed next."""
 
     def __init__(self, segments: Sequence[StageModule], homes: Homes, device: torch.device) -> None:
-        """From now on these parameters are there whenever the network uses them."""
+        """Make these parameters present whenever the network uses them."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Each with the end of its copy.
+        # Each with the event that ends its copy.
         self._here: dict[nn.Parameter, torch.cuda.Event | FileTransfer | None] = {}
         self.homes = {one: home for one, home in homes.tensors.items() if not isinstance(one, DTensor)}
         self._files: Mapping[nn.Parameter, WeightFile] = homes.files
@@ -176,7 +176,7 @@ class ParameterFetcher:
             before_backward(block, partial(self.use, unit, earlier, NOTHING))
 
     def use(self, unit: Fetched, following: Fetched, in_training: Fetched) -> None:
-        """A unit is needed now, and another one soon; ``in_training``: one more where a backward pass comes."""
+        """Fetch ``unit`` now and prefetch ``following``; also ``in_training`` if a backward pass comes."""
         soon = dict(following)
         if torch.is_grad_enabled():
             soon.update(in_training)
@@ -187,12 +187,12 @@ class ParameterFetcher:
         self._fetch(soon)
 
     def drop_all(self) -> None:
-        """Nothing is in use, or what is there is out of date."""
+        """Free all weights: none is in use, or all are stale."""
         self._drop(list(self._here))
 
     def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            # One that was never used may still be on its way into memory that others will have.
+            # A prefetched weight may still be in flight into memory that is about to be reused.
             self._wait_for(self._here.pop(parameter))
             empty_storage(parameter)
 
@@ -203,7 +203,7 @@ class ParameterFetcher:
         for parameter in missing:
             fill_storage(parameter)
         arrived = None
-        # By way of ``data``: for autograd a weight is the one that it has saved, and it is.
+        # Through ``data``: autograd must see the same weight that it saved, and it is.
         if self._files:
             self._here.update({one: self._files[one].fetch(one.data) for one in missing})
             return
@@ -211,7 +211,7 @@ class ParameterFetcher:
             for parameter in missing:
                 parameter.data.copy_(unit[parameter])
         else:
-            # What had this memory before is still read by what was issued up to now.
+            # Kernels issued so far may still read whatever used this memory before.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for parameter in missing:

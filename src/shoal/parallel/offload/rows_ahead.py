@@ -1,11 +1,11 @@
-"""Rows that rest in files, read before FSDP asks for them (``zero=3`` with ``offload=params@nvme``).
+"""Prefetch rows from files before FSDP asks for them (``zero=3`` with ``offload=params@nvme``).
 
-FSDP asks for a unit's rows as it gathers, and waits for them. So when it has asked for all of a unit of blocks, those
-that it will ask for next start on their way to the host's memory: in the forward pass the rows of the unit after it, in
-the backward pass of the unit before it. A unit's computation later they are asked for, and copied from there. Memory
-for one unit is enough, which is free again when its rows are copied.
+FSDP asks for a unit's rows as it gathers, and waits for them. So once it has asked for all rows of a unit of blocks,
+the next unit's rows start moving to host memory: in the forward pass those of the unit after it, in the backward pass
+those of the unit before it. They are asked for one unit's computation later, and copied from there. Memory for one unit
+is enough; it is free again once its rows are copied.
 
-The network's ends are fetched when they are asked for, once a pass.
+The network's two ends are fetched when they are asked for, once per pass.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from shoal.parallel.shards import WeightFile
 
 
 class UnitOfRows(NamedTuple):
-    """What FSDP asks for together, as far as it rests in files here; in the order that it asks for them."""
+    """The rows in files that FSDP asks for together, in the order that it asks."""
 
     files: Sequence[WeightFile]
-    again: Sequence[WeightFile]  # those of them that it asks for in the backward pass too
+    again: Sequence[WeightFile]  # those it asks for in the backward pass too
 
 
 class ComingRows(NamedTuple):
     buffer: HostBuffer
-    values: Tensor  # in it
+    values: Tensor  # a view of the buffer
     moving: FileTransfer
 
 
 class RowsAhead:
-    """One rank's rows on their way."""
+    """One rank's prefetched rows."""
 
     def __init__(self, units: Sequence[UnitOfRows], staged: StagedFiles) -> None:
         """``units``: of blocks, in forward order."""
@@ -47,16 +47,16 @@ class RowsAhead:
         there = [unit.files for unit in units if unit.files]
         back = [unit.again for unit in reversed(units)]
         if len(units) > 1 and 0 < len(units[-1].again) < len(units[-1].files):
-            # The last unit is there but for its experts: FSDP asks for the unit before it, then for these.
+            # The last unit stays gathered except for its experts: FSDP asks for the unit before it, then for these.
             back[:2] = [[*back[1], *back[0]]]
         back = [files for files in back if files]
-        # By the last that is asked for of a unit: what comes next.
+        # Maps the last file of a unit to the files to read next.
         self._forward, self._backward = _following(there), _following(back)
         self._turn = {there[-1][-1]: back[0]} if there and back else {}
-        self._turns = False  # whether a backward pass comes
+        self._turns = False  # whether a backward pass follows
 
     def watch(self, root: nn.Module) -> None:
-        """The root of some of these units: FSDP asks without gradients in any case."""
+        """Note at the root's forward whether gradients are on: FSDP itself always asks without gradients."""
 
         def note(*_: Any) -> None:
             self._turns = torch.is_grad_enabled()
@@ -64,7 +64,7 @@ class RowsAhead:
         root.register_forward_pre_hook(note, prepend=True)
 
     def give(self, file: WeightFile, rows: Tensor) -> None:
-        """FSDP asks for these."""
+        """Fill ``rows``, which FSDP is asking for, and prefetch the next unit."""
         coming = self.coming.pop(file, None)
         if coming is None:
             file.fetch(rows).result()
@@ -82,7 +82,7 @@ class RowsAhead:
             self._start(following)
 
     def drop(self) -> None:
-        """Nothing that is on its way will be asked for as it is now."""
+        """Discard everything prefetched: it is stale."""
         while self.coming:
             _, coming = self.coming.popitem()
             coming.moving.result()

@@ -1,7 +1,7 @@
-"""The scratch directory: where what is offloaded to NVMe waits, one directory for each run and rank.
+"""The scratch directory: where tensors offloaded to NVMe are stored, one directory per run and rank.
 
-Its files mean nothing to anyone else: they are what a checkpoint would give back. So a directory belongs to a live
-process, which holds its lock file; the lock goes with the process, however that ends, and what it leaves behind is
+Its files are worth nothing after the process: a checkpoint would restore the same. So each directory belongs to a live
+process that holds its lock file. The lock goes away with the process, however it ends, and what it leaves behind is
 removed at the next start.
 """
 
@@ -21,17 +21,17 @@ from typing import Any
 
 from shoal.facts.problem import BadInput, Problem
 
-# Every one of ours is called so: nothing else in a directory is ever removed.
+# All of our directories have this prefix; nothing else is ever removed.
 PREFIX = "shoal-scratch-"
 LOCK = "owner.json"
-# File systems that are memory: offload to them would only move it.
+# File systems in memory: offloading to them would only move the data.
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-# What direct I/O wants addresses, places and sizes to be multiples of, on every disk of today.
+# Alignment that direct I/O needs for addresses, offsets and sizes, on every disk of today.
 BLOCK = 4096
 ELSEWHERE = "wait for it, stop it, or another directory: offload.scratch = DIR"
-# Another launcher that looks whether a directory is held holds it for a moment.
+# Another launcher that checks whether a directory is locked holds the lock for a moment.
 TRIES, MOMENT = 5, 0.1
-# Seconds after which a rank whose launcher is dead should be so too.
+# Seconds within which a rank should die after its launcher.
 OUTLIVES = 10.0
 FIX = "offload.scratch = a directory on a local disk, or leave @nvme out of the layout"
 
@@ -39,10 +39,10 @@ FIX = "offload.scratch = a directory on a local disk, or leave @nvme out of the 
 def scratch_problems(
     root: Path, needed: int, made_by_us: bool = False, run: str | None = None
 ) -> list[Problem]:
-    """Everything that keeps a run from using a directory for ``needed`` bytes; nothing is created for good.
+    """Everything that keeps a run from using a directory for ``needed`` bytes; creates nothing permanent.
 
-    ``made_by_us``: a run makes the directory if it is missing. ``run``: its own name; ranks of it may outlive a killed
-    launcher by a moment, which is waited for.
+    ``made_by_us``: the run creates the directory if it is missing. ``run``: the run's own name; its ranks may outlive a
+    killed launcher by a moment, so wait for them.
     """
     where = "offload.scratch"
     place = _nearest(root) if made_by_us else root
@@ -79,7 +79,7 @@ def scratch_problems(
 
 
 def remove_leftovers(root: Path) -> list[Path]:
-    """Remove what runs that ended without doing so have left here. Returns what it was."""
+    """Remove what runs that ended without cleaning up have left here. Returns the removed paths."""
     left = list(_left_behind(root))
     for one in left:
         shutil.rmtree(one, ignore_errors=True)
@@ -87,10 +87,10 @@ def remove_leftovers(root: Path) -> list[Path]:
 
 
 class Scratch:
-    """One rank's scratch directory, from its making to its removal."""
+    """One rank's scratch directory, from creation to removal."""
 
     def __init__(self, root: Path, run: str, rank: int) -> None:
-        """Make it, empty; whatever an earlier process of the same rank has left goes."""
+        """Create it empty, removing what an earlier process of the same rank left."""
         self.path = root / f"{PREFIX}{run}-{rank:05d}"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -110,14 +110,14 @@ class Scratch:
         os.pwrite(self._lock, json.dumps(owner).encode(), 0)
 
     def remove(self) -> None:
-        """With all that is in it. The lock goes last."""
+        """Remove it with all its contents. The lock goes last."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             os.close(self._lock)
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that a directory is on, such as ext4; empty where the kernel does not say."""
+    """The type of file system a directory is on, such as ext4; empty if the kernel does not say."""
     try:
         rows = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -132,7 +132,7 @@ def file_system(path: Path) -> str:
 
 
 def direct_problem(place: Path) -> str | None:
-    """Why files there cannot be read and written past the system's cache; None if they can."""
+    """Why files there cannot bypass the page cache; None if they can."""
     name = place / f".{PREFIX}{os.getpid()}"
     try:
         handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
@@ -156,13 +156,13 @@ def _left_behind(root: Path) -> Iterator[Path]:
 
 
 def _live(root: Path) -> Iterator[dict[str, Any]]:
-    """One owner for each run."""
+    """The live owners, one per run."""
     owners = {str(owner.get("run")): owner for owner in map(_owner, filter(_held, _ours(root)))}
     yield from owners.values()
 
 
 def _locked(handle: int) -> bool:
-    """Take a lock, unless another process has it for longer than a moment."""
+    """Take a lock; False if another process holds it for longer than a moment."""
     for _ in range(TRIES):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +203,7 @@ def _in_words(owner: dict[str, Any]) -> str:
 
 
 def _nearest(path: Path) -> Path:
-    """The directory itself, or the one that it would be made in."""
+    """The directory, or its nearest existing parent."""
     return next((one for one in (path, *path.absolute().parents) if one.exists()), path)
 
 

@@ -1,7 +1,7 @@
-"""Between files and tensors of any memory: through a few buffers that direct I/O takes, one for each part on its way.
+"""Move tensors between files and any memory, through a few direct-I/O buffers, one per part in flight.
 
-Threads of the files move a part at a time: a read fills a buffer, is compared with its hash, and is copied to where it
-belongs; a write goes the other way. So memory beside the tensors themselves is bounded, however large these are.
+The files' threads move one part at a time: a read fills a buffer, is checked against its hash, and is copied to its
+destination; a write goes the other way. So the extra memory is bounded, however large the tensors are.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shoal.parallel.offload.host_memory import HostMemory
 
 
 class StagedFiles:
-    """Sends tensors to files, and fetches them. Both are under way when a call returns.
+    """Sends tensors to files and fetches them, asynchronously.
 
-    Until a transfer has ended, its tensor is not to be touched.
+    Do not touch a tensor until its transfer has ended.
     """
 
     def __init__(self, files: Files, memory: HostMemory) -> None:
         self.files, self.memory = files, memory
-        # Two streams: of a link both ways are used at once.
+        # Two streams, so that both directions of a link are used at once.
         self._out, self._back = (
             torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None for _ in range(2)
         )
@@ -34,7 +34,7 @@ class StagedFiles:
         self._fill(self._free)
 
     def send(self, name: str, tensor: Tensor) -> FileTransfer:
-        """To a file that has its size."""
+        """Start writing a tensor to its file."""
         flat, ready = _flat(tensor), _now(tensor)
 
         def move(part: FilePart) -> None:
@@ -45,7 +45,7 @@ class StagedFiles:
         return self.files.each(name, move, writes=True)
 
     def fetch(self, name: str, into: Tensor) -> FileTransfer:
-        """Back; the tensor has no gaps."""
+        """Start reading it back into a contiguous tensor."""
         flat, ready = into.detach().view(-1).view(torch.uint8), _now(into)
 
         def move(part: FilePart) -> None:
@@ -58,9 +58,9 @@ class StagedFiles:
     def add(
         self, name: str, tensor: Tensor, wide: torch.dtype, first: bool, squares: dict[int, float]
     ) -> FileTransfer:
-        """To what a file of ``wide`` elements has; ``first``: to nothing.
+        """Start adding a tensor to a file of ``wide`` elements; with ``first``, to zeros.
 
-        ``squares``: takes their sum, of each part by its first byte.
+        ``squares`` receives the sum of squares of each part, keyed by its first byte.
         """
         flat, ready = tensor.detach().reshape(-1), _now(tensor)
         if self._second is None:
@@ -91,11 +91,13 @@ class StagedFiles:
     def _copy(
         self, source: Tensor, into: Tensor, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None
     ) -> None:
-        """As many bytes as both have. Done when it returns: what waits for a transfer need not know of streams."""
+        """Copy as many bytes as both have. Synchronous, so that waiting for a transfer needs no knowledge of
+        streams.
+        """
         count = min(source.numel(), into.numel())
         if stream is None:
-            # Not by torch, which would start its threads in each of the files' own; nor by numpy, for which a storage
-            # gives up to be emptied.
+            # Not with torch, which would start its own threads in each file thread; nor with numpy, because a storage
+            # that numpy has viewed cannot be freed.
             ctypes.memmove(into.data_ptr(), source.data_ptr(), count)
             return
         with torch.cuda.stream(stream):
@@ -107,7 +109,7 @@ class StagedFiles:
 
 
 class _Lent:
-    """A buffer, for a while."""
+    """A buffer on loan."""
 
     def __init__(self, queue: SimpleQueue[Tensor]) -> None:
         self._queue = queue
@@ -129,5 +131,5 @@ def _bytes(flat: Tensor, part: FilePart) -> Tensor:
 
 
 def _now(tensor: Tensor) -> torch.cuda.Event | None:
-    """When what was issued so far has ended: the tensor has its values then, or its memory is free."""
+    """An event after everything issued so far: the tensor then has its values, or its memory is free."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None

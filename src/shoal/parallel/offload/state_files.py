@@ -1,14 +1,14 @@
-"""States in files: master copies and moments of offloaded pieces on a local disk (``offload=optimizer@nvme``).
+"""States in files: master weights and moments of offloaded pieces on a local disk (``offload=optimizer@nvme``).
 
-With ``offload=params@nvme`` their gradients are there too while they wait for the norm, and come back with them.
+With ``offload=params@nvme`` their gradients are in files too while they wait for the gradient norm, and are read
+together with the states.
 
-An update goes through them in the order of the forward pass, a stretch at a time: read ahead, updated, written behind,
-through a ring of the host's memory, so that the disk works while the host's cores do and memory holds a bounded part of
-the states. Everyone else (checkpoints, guards, proofs) asks for a piece's state by its name and gets a copy that is its
-own, one piece at a time.
+An update walks through the states in forward order, a stretch at a time: read ahead, updated, written behind, through a
+ring in host memory. So disk and host cores work at the same time, and memory holds a bounded part of the states. All
+other readers (checkpoints, guards, proofs) ask for a piece's state by name and get a copy, one piece at a time.
 
-Where a state rests in a file, its tensor is an ``absent`` one: it has a shape and a type, takes no memory, reads as not
-a number (bytes of packed weights as zeros), and cannot be written to.
+A state in a file is represented by an ``absent`` tensor: it has a shape and a dtype, takes no memory, reads as NaN
+(bytes of packed weights as zeros), and cannot be written to.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ GRADIENT = "gradient"
 
 
 def absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor of the host's without memory of its own."""
+    """A CPU tensor without memory of its own."""
     nothing = math.nan if dtype.is_floating_point else 0
     return torch.full((), nothing, dtype=dtype, device="cpu").expand(shape)
 
 
 def new_weights(piece: Shard, gradient: Tensor) -> Tensor:
-    """Of a piece, as the network reads them: they take the place of the gradient that made them, which is as wide."""
+    """A view for the piece's new working-copy values: they overwrite the gradient, which is at least as wide."""
     assert piece.working is not None
     return gradient.view(torch.uint8).view(piece.working.dtype)[: gradient.numel()]
 
 
 @dataclass(frozen=True)
 class FileStretch:
-    """Some elements of a piece, which are in memory together."""
+    """Consecutive elements of a piece that are in memory together."""
 
     piece: Shard
     start: int
@@ -54,14 +54,14 @@ class FileStretch:
 
 @dataclass
 class FileSection:
-    """A stretch's place in the ring: ``start`` to ``stop``, in bytes."""
+    """A stretch's place in the ring: bytes ``start`` to ``stop``."""
 
     stretch: FileStretch
     start: int
     stop: int
     values: dict[str, Tensor]
     moving: list[FileTransfer] = field(default_factory=list)
-    updated: bool = False  # then it is being written, and its place is free when that has ended
+    updated: bool = False  # being written; its place is free when that has ended
 
     def settle(self) -> None:
         for one in self.moving:
@@ -70,23 +70,23 @@ class FileSection:
 
 
 class FiledPiece:
-    """Of one piece: the files of its states."""
+    """One piece's state files."""
 
     def __init__(self, piece: Shard, number: int, files: Files) -> None:
-        """From now on its master copy is in a file; its values are yet to come."""
+        """Move the piece's master weights to a file; their values come later."""
         self.kinds: dict[str, torch.dtype] = {}
         self._files, self._number = files, number
         self._shape, self._dtype = piece.tensor.shape, piece.tensor.dtype
         self.size = piece.tensor.numel()
-        self._written: dict[str, int] = {}  # elements, from the first on; the others are zeros
+        self._written: dict[str, int] = {}  # elements written so far, from the first on; the others are zeros
         piece.tensor, piece.filed = nn.Parameter(self.begin(WEIGHT)), self
 
     def begin(self, kind: str) -> Tensor:
-        """A state of zeros; what stands for it here."""
+        """Start a state as zeros; returns the tensor that stands for it."""
         return self._begin(kind, self._dtype)
 
     def begin_gradient(self, dtype: torch.dtype) -> str:
-        """The name of the file that a gradient of this type is to be sent to."""
+        """The name of the file for a gradient of this dtype."""
         if self.kinds.get(GRADIENT, dtype) != dtype:
             self._files.remove(self._name(GRADIENT))
             del self.kinds[GRADIENT]
@@ -102,7 +102,7 @@ class FiledPiece:
         return absent(self._shape, dtype)
 
     def read(self, kind: str) -> Tensor:
-        """A copy of a state, its reader's own."""
+        """A copy of a state, owned by the caller."""
         if not self._written[kind]:
             return torch.zeros(self._shape, dtype=self.kinds[kind], device="cpu")
         values = self._room(kind)
@@ -110,7 +110,7 @@ class FiledPiece:
         return values
 
     def write(self, kind: str, values: Tensor) -> None:
-        """New values of a state."""
+        """Set the values of a state."""
         there = self._room(kind)
         there.copy_(values.detach())
         self._files.write(self._name(kind), there).result()
@@ -120,7 +120,7 @@ class FiledPiece:
         return self._files.mapped(size)
 
     def start_read(self, kind: str, start: int, into: Tensor) -> list[FileTransfer]:
-        """Some elements of a state, from ``start`` on, in the background."""
+        """Start reading some elements of a state, from ``start`` on, in the background."""
         if start >= self._written[kind]:
             into.zero_()
             return []
@@ -146,16 +146,16 @@ class StateFiles:
         self.files, self._memory = files, memory
         self.filed = {piece: FiledPiece(piece, number, files) for number, piece in enumerate(pieces)}
         self._stretches: list[FileStretch] = []
-        self._next = 0  # to be read
+        self._next = 0  # the next to read
         self._ring: HostBuffer | None = None
-        self._held: deque[FileSection] = deque()  # in the order of their places
+        self._held: deque[FileSection] = deque()  # in the order of their places in the ring
 
     def in_order(self, pieces: Sequence[Shard]) -> None:
-        """The order that updates will go in."""
+        """Set the order in which updates will go."""
         self._stretches = [stretch for piece in pieces for stretch in self._cut(piece)]
 
     def begin(self) -> None:
-        """An update is about to come: read ahead."""
+        """Start reading ahead: an update is about to come."""
         self.finish()
         self._next = 0
         size = self._ring_bytes()
@@ -166,10 +166,11 @@ class StateFiles:
         self._read_ahead()
 
     def lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """A piece's states, some elements after others, each time with the number of the first. Then they are written.
+        """Yield a piece's states, stretch by stretch, with the index of each stretch's first element. Changes are
+        written back.
 
-        All pieces are to be asked for, in order. A gradient that is among them has its new weights in its place then,
-        and these go where the weights rest.
+        Ask for all pieces, in order. If a gradient is among the states, the caller overwrites it with the new weights,
+        which are then written to where the weights live.
         """
         for stretch in self._cut(piece):
             section = self._read(stretch)
@@ -188,12 +189,12 @@ class StateFiles:
             self._read_ahead()
 
     def finish(self) -> None:
-        """Wait until all is written; raises what went wrong."""
+        """Wait until everything is written; raises any error."""
         while self._held:
             self._held.popleft().settle()
 
     def _read(self, stretch: FileStretch) -> FileSection:
-        """A stretch that is in memory. Until it is, what has been written makes room for those that come after it."""
+        """Wait for a stretch to be in memory. Meanwhile, sections that have been written make room for later reads."""
         while True:
             self._read_ahead()
             section = next((one for one in self._held if one.stretch == stretch), None)
@@ -203,7 +204,7 @@ class StateFiles:
             wait_for_part(one for held in self._held for one in held.moving)
 
     def _cut(self, piece: Shard) -> Iterator[FileStretch]:
-        """Between what is hashed at once, of the narrowest file too."""
+        """Cut at boundaries of what is hashed at once, also in the file with the narrowest dtype."""
         assert piece.working is not None
         each = PIECE // min(piece.tensor.element_size(), piece.working.element_size())
         step = max(each, RING // STRETCHES // each * each)
@@ -222,7 +223,7 @@ class StateFiles:
         return max(wanted // BLOCK * BLOCK, *map(self._bytes, self._stretches))
 
     def _read_ahead(self) -> None:
-        """As far as there is room for."""
+        """Read ahead as far as there is room."""
         while self._next < len(self._stretches):
             stretch = self._stretches[self._next]
             if (start := self._place(self._bytes(stretch))) is None:
@@ -231,14 +232,14 @@ class StateFiles:
             self._next += 1
 
     def _place(self, size: int) -> int | None:
-        """Where in the ring so many bytes are free; None: nowhere yet."""
+        """Where in the ring ``size`` bytes are free; None if nowhere yet."""
         assert self._ring is not None
         while self._held and self._held[0].updated and all(one.done() for one in self._held[0].moving):
             self._held.popleft().settle()
         if not self._held:
             return 0
         first, last, length = self._held[0].start, self._held[-1].stop, self._ring.bytes.numel()
-        if self._held[-1].start < first:  # it goes on at the beginning
+        if self._held[-1].start < first:  # wrap around
             return last if last + size <= first else None
         if last + size <= length:
             return last

@@ -1,12 +1,13 @@
-"""Offload of optimizer states: master copies, moments and the update are the host's; weights stay on the device.
+"""Offload of optimizer states: master weights, moments and the update are on the host; working weights stay on the
+device.
 
-A gradient leaves the device as soon as it is complete for its micro-batch, in the backward pass: with one data rank as
-it is computed, with ``zero=3`` and ``zero=2`` as it is summed. Elsewhere, and in a pipeline, it leaves at the end of a
-step. Where a step has several micro-batches, what leaves early is added up on the host, as wide as it would be on the
-device, by a thread of its own. The update itself is that of ``train/host_update.py``; which pieces are offloaded is
-decided in ``facts/layout/offload.py``.
+A gradient leaves the device in the backward pass, as soon as it is complete for its micro-batch: with one data rank
+when it is computed, with ``zero=3`` and ``zero=2`` when it is reduced. Elsewhere, and in a pipeline, it leaves at the
+end of a step. If a step has several micro-batches, gradients that leave early are accumulated on the host, in the dtype
+the device would use, by a separate thread. The update itself is in ``train/host_update.py``;
+``facts/layout/offload.py`` decides which pieces are offloaded.
 
-On a CPU there are no streams, a copy is done when it is begun, and all else is the same.
+On a CPU there are no streams and copies are synchronous; everything else is the same.
 """
 
 from __future__ import annotations
@@ -35,47 +36,47 @@ ALIGNED = 16  # bytes, for elements of any width
 
 
 class Leaving(NamedTuple):
-    """A gradient on its way to the host."""
+    """A gradient in flight to the host."""
 
     unit: object  # what it came with
     gradient: Tensor
-    stream: torch.cuda.Stream | None  # that it was made in
+    stream: torch.cuda.Stream | None  # the stream that computed it
     left: torch.cuda.Event | FileTransfer | None
 
 
 class AwayState:
-    """Of one piece whose master copy and moments the host has: its gradient there, and its new weight's way back.
+    """The host side of an offloaded piece: its gradient there, and the way back for its new weight.
 
-    A new weight takes the place of the gradient that made it, which is at least as wide.
+    A new weight overwrites the gradient that produced it, which is at least as wide.
     """
 
     def __init__(self, piece: Shard, memory: HostMemory, in_file: bool) -> None:
-        """From now on the optimizer updates a tensor of the host's, which the device's values follow.
+        """Make the optimizer update a host tensor; the device's values follow it.
 
-        ``in_file``: that one has its values in a file (``state_files.py``), and no memory here.
+        ``in_file``: the values of that tensor are in a file (``state_files.py``) and take no memory here.
         """
         self.memory = memory
-        # New weights are written where they rest. Those that rest in a file are sent there.
+        # New weights are written directly to their host memory. Those in a file are sent there.
         self.rests = piece.held.home is not None and piece.held.home_file is None
         device = piece.tensor.detach() if piece.working is None else piece.working
         piece.working, piece.away = device, self
         if not in_file:
-            # What the host itself works on needs no pinned memory. Values are yet to come.
+            # Memory that only the host uses needs no pinning. Values come later.
             piece.tensor = nn.Parameter(torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu"))
         self.room: HostBuffer | None = None
-        self.gradient: Tensor | None = None  # where it waits for the update
+        self.gradient: Tensor | None = None  # where the gradient waits for the update
         self.times = 0  # micro-batches whose gradients have left, in this step
-        self.early = False  # whether they leave in the backward pass
+        self.early = False  # whether they leave during the backward pass
         self.landing: Future[None] | None = None
         self.left: torch.cuda.Event | None = None
-        self.filed: FiledPiece | None = None  # where the gradient waits in a file
-        self.squares: dict[int, float] = {}  # of one that adds up there, of each part
+        self.filed: FiledPiece | None = None  # set if the gradient waits in a file
+        self.squares: dict[int, float] = {}  # of a gradient accumulated in a file, per part
         self.read: threading.Event | None = (
-            None  # the gradient, for the last time, by an update whose states are late
+            None  # set when an update with late states has read the gradient for the last time
         )
 
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Where its gradient waits, made when the first one leaves."""
+        """Room for its gradient, allocated when the first one leaves."""
         if self.gradient is None or self.gradient.dtype != dtype:
             if self.room is not None:
                 self.memory.release(self.room)
@@ -84,15 +85,15 @@ class AwayState:
         return self.gradient
 
     def wait_until_read(self) -> None:
-        """Until the gradient of the step before may be overwritten."""
+        """Wait until the previous step's gradient may be overwritten."""
         if self.read is not None:
             self.read.wait()
             self.read = None
 
     def way_back(self, working: Tensor) -> Tensor:
-        """Where new weights wait for the device: flat, from the beginning of where the gradient is.
+        """Where new weights wait for their copy to the device: flat, overwriting the gradient from its start.
 
-        Those that rest in the host's memory are where they belong.
+        Weights that live in host memory are written in place.
         """
         if self.rests:
             return working.view(-1)
@@ -100,13 +101,13 @@ class AwayState:
         return self.room.bytes.view(working.dtype)[: working.numel()]
 
     def arrived(self) -> Tensor | None:
-        """The gradient, when all of it is here; None where none has left. A copy, where it is in a file."""
+        """The gradient, once all of it has arrived; None if none has left. A copy if it is in a file."""
         if self.filed is not None:
             return self.filed.read(GRADIENT) if self.times else None
         return self.arriving()() if self.times else None
 
     def arriving(self) -> Callable[[], Tensor]:
-        """Waits for the gradient of this step, also when the next step has begun."""
+        """Returns a function that waits for this step's gradient, even if called when the next step has begun."""
         landing, left, gradient = self.landing, self.left, self.gradient
         assert gradient is not None
 
@@ -121,20 +122,20 @@ class AwayState:
 
 
 class LandingBuffer:
-    """Where gradients arrive that are then added up elsewhere: a ring, taken from the front as it is emptied behind."""
+    """A ring buffer where gradients arrive before they are accumulated elsewhere."""
 
     def __init__(self, buffer: HostBuffer) -> None:
         self._bytes = buffer.bytes
-        self._taken: deque[tuple[int, int, Future[None]]] = deque()  # from, to, and until when
+        self._taken: deque[tuple[int, int, Future[None]]] = deque()  # start, end, and what frees it
         self._last = 0, 0
 
     @property
     def most(self) -> int:
-        """Bytes that can be taken at once, with as many beside them."""
+        """The most bytes to take at once, so that as many can be in flight beside them."""
         return self._bytes.numel() // IN_FLIGHT // ALIGNED * ALIGNED or self._bytes.numel()
 
     def take(self, size: int) -> Tensor:
-        """So many bytes, as soon as what arrived there before has been read."""
+        """``size`` bytes, once whatever arrived there before has been read."""
         start = -(-self._last[1] // ALIGNED) * ALIGNED
         if start + size > self._bytes.numel():
             start = 0
@@ -148,7 +149,7 @@ class LandingBuffer:
 
 
 class OffloadedStates:
-    """The pieces of a rank whose states the host has."""
+    """The offloaded pieces of a rank."""
 
     def __init__(
         self,
@@ -159,15 +160,15 @@ class OffloadedStates:
         files: Files | None = None,
         staged: StagedFiles | None = None,
     ) -> None:
-        """``files``: where states rest that are not to take the host's memory either. ``staged``: gradients too."""
+        """``files``: for states that should not take host memory either. ``staged``: the same for gradients."""
         self.memory, self.states = memory, states
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
-        # What routers are corrected by is not the optimizer's, and tiny.
+        # Routers' bias corrections are tiny and not updated by the optimizer.
         self.pieces = [
             piece
             for number, piece in enumerate(pieces)
-            # A parameter that rests away is updated away, also where data ranks cut it at another place.
+            # A parameter that is offloaded is also updated on the host, even where data ranks shard it differently.
             if (number >= first or piece.held.home is not None) and not piece.name.endswith(CORRECTION)
         ]
         away = set(self.pieces)
@@ -185,7 +186,7 @@ class OffloadedStates:
         for piece in self.pieces:
             if (block := block_of(piece.held.label)) is not None:
                 sizes[block] += piece.stop - piece.start
-        # Parameters of the largest block: as many pass through a buffer at once.
+        # Parameters of the largest block: the most that pass through the landing buffer at once.
         self.block = max(sizes.values(), default=1)
         self._coming: object = None
         self._leaving: deque[Leaving] = deque()
@@ -193,10 +194,10 @@ class OffloadedStates:
         self._landing: LandingBuffer | None = None
 
     def take_early(self, parameter: Tensor, piece: Shard, stays: bool) -> None:
-        """From now on a gradient of this parameter is its piece's as soon as there is one.
+        """Hand a gradient of this parameter to its piece as soon as there is one.
 
-        ``stays``: on the device until ``leave_rest``, because other ranks' are added to it, or for good. FSDP would
-        add several micro-batches up in the precision of the weights.
+        ``stays``: it stays on the device until ``leave_rest`` because other ranks' are added to it, or stays for good.
+        FSDP would accumulate micro-batches in the weights' dtype.
         """
         leaves = piece.away is not None and not stays
         if piece.away is not None:
@@ -212,25 +213,25 @@ class OffloadedStates:
 
     @property
     def several(self) -> bool:
-        """Whether gradients are added up on the host."""
+        """Whether gradients are accumulated on the host."""
         return self.micro_batches > 1
 
     def leave(self, piece: Shard, gradient: Tensor, complete: bool = False, together: object = None) -> None:
-        """A gradient that the device has no more use for. ``complete``: nothing will be added to it.
+        """Send a gradient that the device no longer needs. ``complete``: nothing will be added to it.
 
-        ``together``: what it arrives with, if not with those of its block.
+        ``together``: the group it arrives with, if not its block's gradients.
         """
         state, gradient = self.away[piece], gradient.detach()
         state.wait_until_read()
-        # Gradients of a block come together, and those of the network's ends.
+        # Gradients of a block arrive together, as do those of the network's ends.
         self._make_room(block_of(piece.held.label) if together is None else together)
         if complete or not self.several:
-            # Measured where it is quickest.
+            # Compute the sum of squares on the device, where it is fastest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             piece.squares = torch.linalg.vector_norm(gradient, dtype=wide).double().square()
             assert piece.working is not None
             if gradient.element_size() < piece.working.element_size():
-                gradient = gradient.to(piece.tensor.dtype)  # its new weight would have no room in its place
+                gradient = gradient.to(piece.tensor.dtype)  # else its new weight would not fit in its place
             if not self._send_to_file(state, gradient):
                 room = state.room_for(gradient, gradient.dtype)
                 state.left = self._copy(gradient, room, gradient)
@@ -239,7 +240,7 @@ class OffloadedStates:
         state.times += 1
 
     def leave_rest(self) -> None:
-        """What is still on the device, at the end of a step."""
+        """Send what is still on the device at the end of a step."""
         for piece, state in self.away.items():
             if not state.times:
                 self.leave(piece, gradient_of(piece), complete=True)
@@ -247,17 +248,19 @@ class OffloadedStates:
         self.let_go()
         for piece, state in self.away.items():
             if piece.squares is None and state.squares:
-                # Measured as they were added up.
+                # Computed while they were accumulated.
                 total = sum(state.squares.values())
                 piece.squares = torch.tensor(total, dtype=torch.float64, device=self.memory.device)
 
     def let_go(self, *_: object) -> None:
-        """Of what has left; to be called before the fullest moment of a pass, its loss."""
+        """Release gradients that have left. Call it before a pass's memory peak, the loss."""
         while self._leaving:
             self._let_go()
 
     def let_go_but_last(self) -> None:
-        """Of all but what came last; to be called as a block's backward pass begins, whose first product is large."""
+        """Release all but the last unit's gradients. Call it as a block's backward pass begins, whose first matmul
+        needs memory.
+        """
         while self._leaving and self._leaving[0].unit != self._leaving[-1].unit:
             self._let_go()
 
@@ -274,7 +277,7 @@ class OffloadedStates:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
             if piece.summed is None:
-                # A copy: FSDP's is part of its unit's, which would stay with it.
+                # A copy: FSDP's gradient is part of its unit's buffer, which would otherwise stay alive.
                 piece.summed = gradient.to(self.states, copy=True)
             else:
                 piece.summed += gradient
@@ -283,7 +286,7 @@ class OffloadedStates:
         return keep
 
     def _make_room(self, unit: object) -> None:
-        """A gradient's memory is used again when it has been copied: those of two blocks may be on their way."""
+        """Limit gradients in flight to two blocks': memory is reused once it has been copied."""
         self._coming = unit
         units = list(dict.fromkeys([*(one.unit for one in self._leaving), unit]))
         for gone in units[:-IN_FLIGHT]:
@@ -291,7 +294,7 @@ class OffloadedStates:
                 self._let_go()
 
     def _copy(self, part: Tensor, room: Tensor, gradient: Tensor) -> torch.cuda.Event | None:
-        """``part`` of a gradient, which is held until it has left."""
+        """Copy ``part`` of a gradient to ``room``; hold the gradient until it has left."""
         stream = left = None
         if (out := self.streams.out) is None:
             room.copy_(part)
@@ -305,7 +308,9 @@ class OffloadedStates:
         return left
 
     def _send_to_file(self, state: AwayState, gradient: Tensor, adds_up: bool = False) -> bool:
-        """Whether it goes there. It is held until it has gone."""
+        """Send a gradient to its file, if it has one; returns whether it does. The gradient is held until it has
+        been sent.
+        """
         if self.staged is None or state.filed is None:
             return False
         if adds_up:
@@ -321,11 +326,11 @@ class OffloadedStates:
         if gone.left is not None and not isinstance(gone.left, torch.cuda.Event):
             gone.left.result()
         elif gone.stream is not None and gone.left is not None:
-            # In the stream that it was made in, whose memory it is: FSDP has one of its own.
+            # On the stream that allocated it: FSDP has one of its own.
             gone.stream.wait_event(gone.left)
 
     def _add(self, state: AwayState, gradient: Tensor) -> None:
-        """To what has arrived of earlier micro-batches, through a buffer that all pieces share."""
+        """Add to what earlier micro-batches sent, through a buffer shared by all pieces."""
         room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
         if self._landing is None:
             self._landing = LandingBuffer(self.memory.take(IN_FLIGHT * self.block * gradient.element_size()))
@@ -349,9 +354,11 @@ def _add_up(room: Tensor, landed: Tensor, left: torch.cuda.Event | None, first: 
 
 
 def _make_here(piece: Shard) -> None:
-    """The master copy of a piece that stays: none was made before it was known which those are."""
+    """Create the master weights of a piece that stays on the device: their creation waited until it was known which
+    stay.
+    """
     assert piece.working is not None
-    # As wide as what the network reads it is that.
+    # If the working copy is as wide, it is the master weight.
     same = piece.working.dtype == piece.tensor.dtype
     made = nn.Parameter(piece.working if same else torch.empty_like(piece.working, dtype=piece.tensor.dtype))
     made.grad_dtype = piece.tensor.grad_dtype

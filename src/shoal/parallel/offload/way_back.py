@@ -1,7 +1,7 @@
-"""New weights on their way to the device while the gradients that made them stay where they are.
+"""Return new weights to the device while the gradients that produced them stay in place.
 
-Elsewhere a new weight takes its gradient's place. Where the states of an update are to be written later
-(``train/host_update.py``), its gradient is read once more, and new weights pass through a small ring of pinned memory.
+Elsewhere a new weight overwrites its gradient. If an update's states are written later (``train/host_update.py``), its
+gradient is read once more, so new weights pass through a small ring of pinned memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shoal.parallel.offload.host_memory import HostMemory
 
 
 class WayBack:
-    """A ring of a few parts, of which one is written while the others travel."""
+    """A ring of a few parts: one is written while the others are in flight."""
 
     def __init__(self, elements: int, dtype: torch.dtype, memory: HostMemory, streams: CopyStreams) -> None:
-        """``elements``: of all weights that return this way."""
+        """``elements``: of all weights that return through this ring."""
         self.length = max(1, returning_elements(elements) // STRETCHES)
         room = memory.take(STRETCHES * self.length * dtype.itemsize)
         self._parts = list(room.bytes.view(dtype).split(self.length))
@@ -28,9 +28,9 @@ class WayBack:
         self._streams, self._next = streams, 0
 
     def through(self, working: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Elements after elements of a flat tensor of the device, each with room for their new values.
+        """Yield stretches of a flat device tensor, each with room for its new values.
 
-        They leave as the next ones are asked for.
+        Each stretch is copied when the next one is asked for.
         """
         for start in range(0, working.numel(), self.length):
             there = working[start : start + self.length]
@@ -42,7 +42,7 @@ class WayBack:
             if (back := self._streams.back) is None:
                 there.copy_(room)
                 continue
-            # All that has read the weights as they were has ended: the norm came after it.
+            # All readers of the old weights have finished: the gradient norm came after them.
             with torch.cuda.stream(back):
                 there.copy_(room, non_blocking=True)
             self._left[number] = back.record_event()

@@ -1,4 +1,4 @@
-"""A peer's journal: lets it begin a step when its turn has come, times the step, keeps its loss."""
+"""A peer's journal: lets it begin a step when it is its turn, times the step, and records its loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Given = TypeVar("Given")
 
 
 class Journal:
-    """One rank's end of the pipe to the benchmark. An order is a number of steps; none ends the peer."""
+    """One rank's end of the pipe to the benchmark. An order is a number of steps; an empty one ends the peer."""
 
     def __init__(self, pipe: Connection, device: torch.device) -> None:
         self._pipe = pipe
@@ -27,14 +27,14 @@ class Journal:
         self.read_losses: Callable[[], list[float]] = self._noted
 
     def note(self, loss: Tensor) -> None:
-        """A step's mean loss. It is read after the turn: who notes it does not wait for the device."""
+        """Record a step's mean loss. It is read after the turn, so recording does not synchronise."""
         self._losses.append(loss.detach())
 
     def paced(self, source: Iterator[Given]) -> Iterator[Given]:
-        """The items of a loader, one a step, while it is this peer's turn.
+        """The items of a loader, one per step, while it is this peer's turn.
 
-        A step lasts from the moment its batch is asked for to the moment the next one is: waiting for input, copying
-        it and whatever a loop does after its update are part of it.
+        A step lasts from the request for its batch to the request for the next one: waiting for input, copying it and
+        whatever a loop does after its update are included.
         """
         while steps := json.loads(self._pipe.recv_bytes()):
             self._clock.begin()
@@ -43,7 +43,7 @@ class Journal:
                 self._clock.mark()
             seconds = self._clock.end()
             report = {"step_s": seconds, "losses": self.read_losses(), **self._clock.peaks()}
-            # Others may share the device: what is not held between steps is theirs for the time of their turns.
+            # Other peers may share the device: they can use what is not held between steps during their turns.
             torch.cuda.empty_cache()
             self._pipe.send_bytes(json.dumps(report).encode())
 
@@ -52,7 +52,7 @@ class Journal:
 
 
 class StepClock:
-    """Times steps without making the host wait for the device between them."""
+    """Times steps without synchronising between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class StepClock:
         self.mark()
 
     def mark(self) -> None:
-        """On a GPU an event in the stream: the moment when all work so far is done, whenever it was issued."""
+        """On a GPU an event in the stream: when all work issued so far is done."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -85,7 +85,7 @@ class StepClock:
         return [second - first for first, second in pairwise(self._marks)]
 
     def peaks(self) -> dict[str, int | None]:
-        """Bytes of this turn. A CPU's allocator keeps no such count; a process's own has its libraries in it."""
+        """Peak bytes of this turn. A CPU's allocator has no such count; the process's own includes libraries."""
         resident = peak_resident()
         if not self._on_gpu:
             return {"peak_allocated": None, "peak_reserved": None, "peak_resident": resident}
@@ -97,13 +97,13 @@ class StepClock:
 
 
 def forget_peak_resident() -> None:
-    """From now on ``peak_resident`` counts anew, where the system lets a process say so."""
+    """Reset the counter behind ``peak_resident``, if the system allows it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_resident() -> int | None:
-    """The most bytes of the host's memory that this process has had; None where the system does not tell."""
+    """The process's peak host memory in bytes; None if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measure a step of each peer in one run, in turns, so that what slows the machine for a while slows all alike."""
+"""Measure a step of each peer in one run, in turns, so that temporary slowdowns of the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.prove.bench.result import PeerResult, StepBench
 from shoal.prove.bench.tokens import write_tokens
 from shoal.prove.bench.turns import PeerFailed, PeerRanks
 
-# A turn begins with a step that is not measured: memory that was given back has to be asked for again.
+# A turn begins with an unmeasured step: released memory has to be allocated again.
 SETTLING_STEPS = 1
 # What a process holds of a GPU besides its tensors.
 CONTEXT_BYTES = 1 << 30
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 def measure(
     job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_up: int, say: Say
 ) -> StepBench:
-    """``rounds`` times each peer's ``steps``. ``say`` is told of each turn."""
+    """Measure ``steps`` of each peer, ``rounds`` times. ``say`` reports each turn."""
     together = all_fit(job, kinds)
     results = {kind.name: PeerResult(kind.name, kind.what, kind.versions) for kind in kinds}
     local.warm_workers((*local.PRELOAD, "shoal.prove.bench.rank"), job.config)
@@ -38,7 +38,7 @@ def measure(
         dataset = write_tokens(job, warm_up + rounds * (SETTLING_STEPS + steps), folder / "tokens")
         alive: dict[str, PeerRanks] = {}
         for number in range(rounds):
-            # There and back, so that no peer always follows the same neighbour.
+            # Alternate the direction, so that no peer always follows the same neighbour.
             for kind in kinds if number % 2 == 0 else reversed(kinds):
                 own = results[kind.name]
                 if own.failure is not None:
@@ -62,7 +62,7 @@ def measure(
 
 
 def begin(job: Job, kind: PeerKind, own: PeerResult, dataset: Path, place: Path, warm_up: int) -> PeerRanks:
-    """A peer's processes, past their warm-up: built, compiled, with memory where it will be."""
+    """Start a peer's processes and run their warm-up: built, compiled, with memory at its steady state."""
     module = kind.modules.get("*") or kind.modules[strategy(job.layout) or ""]
     place.mkdir()
     started = time.perf_counter()
@@ -75,16 +75,16 @@ def begin(job: Job, kind: PeerKind, own: PeerResult, dataset: Path, place: Path,
 
 
 def all_fit(job: Job, kinds: Sequence[PeerKind]) -> bool:
-    """Whether all peers can stay alive between their turns; else each is started anew for every turn.
+    """Whether all peers fit in memory at the same time; otherwise each is restarted for every turn.
 
-    One computes at a time, while the others hold their states. By what is predicted of Shoal's own step. Every peer
-    has processes of its own in either case: stacks keep global state (process groups, compilers' caches, Accelerate's
-    singletons), and the allocator's peak is then one peer's.
+    One computes at a time, while the others hold their states. Estimated from the prediction for Shoal's own step.
+    Every peer has its own processes in either case: stacks keep global state (process groups, compiler caches,
+    Accelerate's singletons), and the allocator's peak then belongs to a single peer.
     """
     recipe, cluster = job.config.recipe, job.cluster
     waiting = sum(rank_states(job.model, recipe, job.layout).values()) + CONTEXT_BYTES
     computing = ledger(job.workload()).peak_allocated * max((kind.hunger for kind in kinds), default=1.0)
     on_cpu = cluster.device.name == "cpu"
-    # Several ranks on one device where they share it, as they do on a CPU.
+    # Several ranks share one device if so configured, and always on a CPU.
     ranks = job.layout.world if on_cpu or job.config.cluster.share else 1
     return ranks * (len(kinds) * waiting + computing) <= cluster.device.memory_bytes

@@ -1,4 +1,4 @@
-"""A benchmark as a bar chart: one SVG that asks nothing of any network."""
+"""A benchmark as a bar chart: one self-contained SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS, THEIRS, DIFFERS = "#2a6f97", "#b8c4cc", "#d1495b"
 
 
 def svg(bench: StepBench) -> str:
-    """Tokens a second of every peer, the fastest first; a whisker from the slowest round to the fastest."""
+    """Tokens per second of every peer, fastest first; a whisker spans the slowest to the fastest round."""
     rows = sorted(bench.measured, key=bench.tokens_per_s, reverse=True)
     most = max((bench.job.config.recipe.tokens_per_step / min(row.medians) for row in rows), default=1.0)
     height = TOP + ROW * len(rows) + 34

@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder as a page of plain PyTorch has it: what peers train that bring no model of their own."""
+"""A Llama-shaped decoder in plain PyTorch, for peers that bring no model of their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainAttention(nn.Module):
         self.k_norm = PlainNorm(model.head_dim, model.norm_eps) if model.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        # The number of heads is read off the tensor: under tensor parallelism a rank has some of them.
+        # The number of heads is read off the tensor: under tensor parallelism a rank has only some of them.
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_dim))
             for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -77,7 +77,7 @@ class PlainBlock(nn.Module):
 class PlainDecoder(nn.Module):
     """Tokens in, logits out. A pipeline stage sets the parts that it does not have to None."""
 
-    # A plain attribute and no buffer: DDP would send buffers around before every forward pass.
+    # A plain attribute and not a buffer: DDP would broadcast buffers before every forward pass.
     rotation: Rotation
 
     def __init__(self, model: Model) -> None:
@@ -93,11 +93,11 @@ class PlainDecoder(nn.Module):
 
     @staticmethod
     def canonical(name: str) -> str:
-        """What Hugging Face, and so Shoal, calls a parameter of ours."""
+        """The name of one of our parameters in Hugging Face's, and so Shoal's, convention."""
         return name if name.startswith("lm_head") else f"model.{name}"
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """Through all that is here up to the head; a stage without the embedding is given hidden states."""
+        """Run everything that is here up to the head; a stage without the embedding takes hidden states."""
         hidden: Tensor = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         for block in self.layers:
             hidden = block(hidden, self.rotation)
@@ -109,7 +109,7 @@ class PlainDecoder(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every head of x [B, heads, T, head_dim]; a pair is (i, i + half), as in Hugging Face's weights."""
+    """Rotate every head of x [B, heads, T, head_dim]; a pair is (i, i + half), as in Hugging Face's weights."""
     cosine, sine = rotation
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

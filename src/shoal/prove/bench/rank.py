@@ -18,10 +18,10 @@ from shoal.prove.bench.setup import PeerSetup
 
 @dataclass(frozen=True)
 class PeerRequest:
-    """Which peer, on what, and where its files go."""
+    """Which peer to run, on what, and where its files go."""
 
     job: Job
-    module: str  # of ``peers``
+    module: str  # in ``peers``
     compiled: bool
     dataset: Path
     directory: Path
@@ -30,9 +30,9 @@ class PeerRequest:
 def take_part(
     rank: int, world: int, store: SignedStore, request: PeerRequest, pipes: list[Connection]
 ) -> None:
-    """The peer's life on this rank. What it prints goes to a file: standard output may be a JSON document's."""
+    """A peer's process on this rank. Its output goes to a file: standard output may carry a JSON document."""
     _print_to(request.directory / f"rank-{rank}.log")
-    # What torchrun would say, for stacks that look for it.
+    # torchrun's variables, for stacks that expect them.
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     if world > 1:
         os.environ.update({name: str(value) for name, value in told.items()})

@@ -1,4 +1,4 @@
-"""The peers by name: what they need installed, which layouts they have a counterpart for. Needs no torch."""
+"""The peers by name: the packages they need, and which layouts they can match. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem, did_you_mean
 from shoal.plan.resolve import Job
 
-# What a layout does, where plain stacks have one word for it.
+# What a layout does, if plain stacks have one word for it.
 ONE, DP, FSDP, ZERO1, ZERO2, TP, PP = "one", "dp", "fsdp", "zero1", "zero2", "tp", "pp"
-OFFLOAD = "offload"  # of one device's states, all of them
-# What of a layout a peer's loop may be given besides its degrees; the rest is ours alone.
+OFFLOAD = "offload"  # all states of a single device
+# Layout keys that a peer's loop supports besides degrees; the others are specific to Shoal.
 SHARED_KEYS = ("dp", "fsdp", "zero", "tp", "pp", "schedule", "micro")
 
 
@@ -25,13 +25,13 @@ class PeerKind:
 
     name: str
     what: str
-    modules: Mapping[str, str]  # what a layout does → the file of ``peers`` that does it; "*": any layout
-    needs: tuple[str, ...] = ()  # packages, as they are imported
-    install: str = ""  # what pip calls them
+    modules: Mapping[str, str]  # strategy → the file in ``peers`` that implements it; "*": any layout
+    needs: tuple[str, ...] = ()  # packages, by import name
+    install: str = ""  # their pip names
     compiled: bool = False
     llama_shaped: bool = True  # runs the plain decoder, which has one shape
     needs_gpu: bool = False
-    # Its peak over Shoal's, roughly and not too low: who holds all logits in fp32 needs the most.
+    # Its peak memory over Shoal's, a rough upper estimate: holding all logits in fp32 needs the most.
     hunger: float = 2.0
 
     @property
@@ -111,9 +111,9 @@ class LeftOut:
 
 
 def choose(names: Sequence[str] | None, job: Job) -> tuple[list[PeerKind], list[LeftOut]]:
-    """The peers to measure, in our order, and those left out; every peer that is found where none is named.
+    """The peers to measure, in our order, and those left out; by default every peer that is installed.
 
-    A peer that was named has to be there; one that cannot run this model or layout is left out in either case.
+    A named peer must be installed; one that cannot run this model or layout is left out in either case.
     """
     problems = []
     for name in names or ():
@@ -144,7 +144,7 @@ def not_installed(kind: PeerKind) -> str:
 
 
 def cannot(kind: PeerKind, job: Job) -> str:
-    """Why this peer has no counterpart of the job's step; empty where it has one."""
+    """Why this peer has no counterpart of the job's step; empty if it has one."""
     if "*" in kind.modules:
         return ""
     recipe = job.config.recipe
@@ -173,7 +173,7 @@ def cannot(kind: PeerKind, job: Job) -> str:
 
 
 def strategy(layout: Layout) -> str | None:
-    """What the layout does, where it does one thing that other stacks do too."""
+    """The layout's strategy, if it uses a single one that other stacks have too."""
     plain = Layout(**{key: getattr(layout, key) for key in SHARED_KEYS})
     away = {part.what for part in layout.offload if part.fraction == 1.0}
     if layout.world == 1 and away and away <= {"optimizer", "params"}:
@@ -193,7 +193,7 @@ def strategy(layout: Layout) -> str | None:
 
 
 def not_llama_shaped(model: Model, seq: int) -> str:
-    """What of this model the plain decoder (``plain_decoder.py``) does not have."""
+    """Features of this model that the plain decoder (``plain_decoder.py``) lacks."""
     odd = {
         "experts": model.experts is not None,
         "latent attention": model.latent is not None,

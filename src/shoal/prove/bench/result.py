@@ -1,4 +1,4 @@
-"""What a benchmark of a step found: medians, ratios with their intervals, whether all trained the same."""
+"""The result of a step benchmark: medians, ratios with confidence intervals, and whether all trained the same."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from shoal.prove.bench.registry import LeftOut
 
 SHOAL = "shoal"
 RESAMPLES = 10_000
-# How far the losses of the warm-up may be apart, relative to their size, from the same weights on the same rows.
+# How far the warm-up losses may differ, relative to their size, from the same weights on the same rows.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3, "fp8": 2e-2}
 
 
 @dataclass
 class PeerResult:
-    """What one peer's turns have given so far."""
+    """One peer's measurements so far."""
 
     name: str
     what: str
     versions: dict[str, str]
     rounds: list[list[float]] = field(default_factory=list)  # seconds of each step, round by round
-    losses: list[float] = field(default_factory=list)  # of the warm-up's steps
-    peak_allocated: int | None = None  # bytes of the fullest rank; None on a CPU
+    losses: list[float] = field(default_factory=list)  # of warm-up steps
+    peak_allocated: int | None = None  # bytes on the fullest rank; None on a CPU
     peak_reserved: int | None = None
-    peak_resident: int | None = None  # of the host's memory, libraries included
+    peak_resident: int | None = None  # of host memory, libraries included
     setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
     traceback: str | None = None
 
     def add(self, reports: list[dict[str, Any]], settling: int) -> None:
-        """A turn, whose first steps are not counted: the first rank's times, the fullest rank's memory."""
+        """Add a turn without its first ``settling`` steps: the first rank's times, the fullest rank's memory."""
         self.rounds.append(reports[0]["step_s"][settling:])
         for name in ("peak_allocated", "peak_reserved", "peak_resident"):
             seen = [report[name] for report in reports if report[name] is not None]
@@ -51,7 +51,7 @@ class PeerResult:
 
     @property
     def medians(self) -> list[float]:
-        """Seconds of a step, one for each round."""
+        """Median seconds per step, one for each round."""
         return [median(steps) for steps in self.rounds]
 
     @property
@@ -77,13 +77,13 @@ class StepBench:
 
     @property
     def ok(self) -> bool:
-        """A peer's failure is a finding; ours is none."""
+        """Whether Shoal ran: a peer's failure is a result, a failure of Shoal is not."""
         failed = [result.name for result in self.results if result.failure is not None]
         return bool(self.measured) and SHOAL not in failed
 
     @property
     def how(self) -> str:
-        """In one sentence."""
+        """The setup in one sentence."""
         between = (
             "all stayed in memory between their turns"
             if self.together
@@ -97,12 +97,12 @@ class StepBench:
 
     @property
     def reference(self) -> PeerResult | None:
-        """Whose losses the others are held against: Shoal's, else the first peer's."""
+        """The peer whose losses the others are compared with: Shoal's, else the first one's."""
         named = {result.name: result for result in self.measured}
         return named.get(SHOAL) or next(iter(self.measured), None)
 
     def loss_difference(self, result: PeerResult) -> float | None:
-        """The largest difference of the warm-up's losses from the reference's, relative to them."""
+        """The largest relative difference of the warm-up losses from the reference's."""
         if self.reference is None or not result.losses or not self.reference.losses:
             return None
         pairs = zip(result.losses, self.reference.losses, strict=False)
@@ -122,7 +122,7 @@ class StepBench:
     def mfu(self, result: PeerResult) -> float | None:
         cluster, layout = self.job.cluster, self.job.layout
         peak = cluster.device.peak(self.job.config.recipe.precision)
-        # Ranks on a CPU share it; a GPU is a rank's own, unless it is shared too.
+        # Ranks on a CPU share it; each rank has its own GPU, unless GPUs are shared too.
         devices = cluster.devices if cluster.device.name == "cpu" else min(cluster.devices, layout.world)
         return self.flops_per_s(result) / (peak * devices) if peak else None
 

@@ -1,4 +1,4 @@
-"""What every peer is given: the job, its place among the ranks, its rows, and what all must do alike."""
+"""What every peer gets: the job, its place among the ranks, its rows, and what all must do alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shoal.prove.bench.tokens import open_loader
 from shoal.train.data.loader import Batch
 from shoal.train.program import compute_dtype, parameter_dtype
 
-# Further than any benchmark goes.
+# Beyond any benchmark.
 LAST_STEP = 10**6
 
 
@@ -73,7 +73,7 @@ class PeerSetup:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights rest in another precision than they are computed with."""
+        """Whether weights are stored in another precision than they are computed with."""
         return self.compute != self.states
 
     def batches(self, journal: Journal) -> Iterator[list[Batch]]:
@@ -84,11 +84,11 @@ class PeerSetup:
                 yield [batch.to(self.device) for batch in batches]
 
     def decoder(self, dtype: torch.dtype | None = None) -> PlainDecoder:
-        """The plain decoder on this rank's device with the weights that every peer begins with."""
+        """The plain decoder on this rank's device, with the initial weights that all peers share."""
         with torch.device("meta"):
             decoder = PlainDecoder(self.model)
         decoder = decoder.to(dtype or self.states).to_empty(device=self.device)
-        if self.model.tied:  # ``to_empty`` has given each of the two a parameter of its own
+        if self.model.tied:  # ``to_empty`` has given each of the two its own parameter
             decoder.tie()
         initial.fill(
             ((decoder.canonical(name), initial.whole(name, one)) for name, one in decoder.named_parameters()),
@@ -100,11 +100,11 @@ class PeerSetup:
         return decoder
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """Fused, weight decay on matrices only, as Shoal has it."""
+        """Fused, weight decay on matrices only, as in Shoal."""
         return torch.optim.AdamW(self.decayed(parameters), **self.adamw_settings, fused=True)
 
     def decayed(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """In an optimizer's groups."""
+        """Parameter groups with weight decay on matrices only."""
         chosen = list(parameters)
         return [
             {"params": [one for one in chosen if one.ndim >= 2], "weight_decay": self.recipe.weight_decay},
@@ -120,7 +120,7 @@ class PeerSetup:
         return torch.autocast(self.device.type, self.compute) if self.mixed else nullcontext()
 
     def compile_blocks(self, blocks: Iterable[nn.Module]) -> None:
-        """Where there is a GPU, as Shoal does."""
+        """Compile if there is a GPU, as Shoal does."""
         if self.compiled and self.device.type == "cuda":
             for block in blocks:
                 block.compile(dynamic=False)
@@ -131,7 +131,7 @@ class PeerSetup:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What a plain loop writes; logits in fp32, as every stack here has them."""
+    """What a plain loop writes; logits in fp32, as in every stack here."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

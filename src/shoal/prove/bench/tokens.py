@@ -1,4 +1,4 @@
-"""The tokens that every peer trains on: random ids of the whole vocabulary, as a dataset that Shoal's loader reads."""
+"""The tokens that every peer trains on: random ids over the whole vocabulary, as a dataset for Shoal's loader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.train.data.order import GlobalOrder
 from shoal.train.data.samples import Samples
 from shoal.train.data.shards import FORMAT, HashedFile, SplitWriter, write_manifest
 
-# Of so many steps the rows differ; a longer run sees them again.
+# Rows differ for this many steps; a longer run repeats them.
 DISTINCT_STEPS = 64
 
 
 def write_tokens(job: Job, steps: int, directory: Path) -> Path:
-    """A prepared dataset with rows for so many steps. Uniform over the vocabulary, as a real one's rows nearly are.
+    """A prepared dataset with rows for this many steps. Uniform over the vocabulary, as a real one's rows nearly are.
 
-    Few distinct ids would make an embedding's gradient a hot spot that no real text has.
+    With few distinct ids an embedding's gradient would be a hot spot that no real text has.
     """
     recipe = job.config.recipe
     directory.mkdir()
@@ -53,7 +53,7 @@ def write_tokens(job: Job, steps: int, directory: Path) -> Path:
 
 
 def open_loader(job: Job, directory: Path) -> Loader:
-    """The loader of ``shoal train`` on these tokens: one order of rows for all peers."""
+    """The loader of ``shoal train`` on these tokens: the same order of rows for all peers."""
     recipe = job.config.recipe
     stream = Dataset.open(directory).train
     samples = Samples(stream, recipe.seq, packing=True, within_documents=False, pad=0)

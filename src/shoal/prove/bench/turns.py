@@ -13,15 +13,15 @@ from typing import Any
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.prove.bench.rank import PeerRequest, take_part
 
-# For one turn: the first one builds and compiles, and some stacks build extensions of their own.
+# For one turn: the first one builds and compiles, and some stacks build their own extensions.
 TURN_SECONDS = 1800.0
-# Of the whole life of a peer.
+# For the whole life of a peer.
 LIFE_SECONDS = 24 * 3600.0
 LOOK_SECONDS = 0.2
 
 
 class PeerFailed(RuntimeError):
-    """A peer did not run to the end of its turn; the message names its error, ``text`` is all of it."""
+    """A peer failed during its turn; the message is its error line, ``text`` the whole output."""
 
     def __init__(self, what: str, text: str = "") -> None:
         self.text = text
@@ -29,7 +29,7 @@ class PeerFailed(RuntimeError):
 
 
 class PeerRanks:
-    """One peer's ranks, each a process. They begin at once and wait for their first turn."""
+    """One peer's ranks, each a process. They start at once and wait for their first turn."""
 
     def __init__(self, request: PeerRequest) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -41,14 +41,14 @@ class PeerRanks:
         self._thread.start()
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
-        """Run so many steps; each rank's report."""
+        """Run this many steps; returns each rank's report."""
         for pipe in self._pipes:
             pipe.send_bytes(json.dumps(steps).encode())
         deadline = time.monotonic() + TURN_SECONDS
         return [json.loads(self._answer(pipe, deadline)) for pipe in self._pipes]
 
     def end(self) -> None:
-        """The last turn is over; what the peer held is free when this returns."""
+        """End the peer; when this returns, what it held is free."""
         for pipe in self._pipes:
             pipe.send_bytes(json.dumps(0).encode())
         self._thread.join()
@@ -81,7 +81,7 @@ class PeerRanks:
 
 
 def error_line(text: str) -> str:
-    """The line of a traceback that names its error: a compiler's last one only says how to see more."""
+    """The line of a traceback that names its error: a compiler's last line only says how to see more."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|BadInput|Interrupt)\b", line)]
     return (named or lines or ["its processes ended before their turn did"])[-1]

@@ -16,11 +16,11 @@ QUERY = ("driver_version", "power.limit", "clocks.sm")
 
 
 class Driver(NamedTuple):
-    """What nvidia-smi says of the first device in use; nothing where there is none."""
+    """nvidia-smi's report on the first device in use; empty if there is none."""
 
     version: str = ""
     power_limit: float | None = None  # watts
-    clock: float | None = None  # MHz, now
+    clock: float | None = None  # MHz, current
 
 
 def driver(device: torch.device) -> Driver:
@@ -36,7 +36,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def parse(text: str) -> Driver:
-    """One line, of which single cells may say [N/A]."""
+    """Parse one line, in which single cells may be [N/A]."""
     cells = [cell.strip() for cell in (text.splitlines() or [""])[0].split(",")]
     version, power, clock, *_ = (*cells, "", "", "")
     return Driver(version, _number(power), _number(clock))

@@ -20,13 +20,13 @@ from shoal.parallel.offload.scratch import direct_problem
 
 TIMES = 7
 PIECE = 2**26
-# A file that is written and read once: no more than this, and no longer.
+# A file written and read once is at most this large; the time is limited too.
 LARGEST_FILE = 2**30
 LONGEST = 4.0
 
 
 def to_and_from(device: torch.device, size: int) -> tuple[float, float] | None:
-    """Bytes/s to the device and back, out of pinned memory; None where host and device are one."""
+    """Bytes/s to the device and back, through pinned memory; None if host and device are one."""
     if device.type != "cuda":
         return None
     here = torch.empty(size, dtype=torch.uint8).pin_memory()
@@ -47,9 +47,9 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def disk(folder: Path) -> tuple[float, float]:
-    """Bytes/s written and read as what is offloaded is: past the system's cache, hashed, several pieces at a time.
+    """Bytes/s written and read as in offload: direct I/O, hashed, several pieces at a time.
 
-    Through the cache where there is no other way.
+    Falls back to the page cache.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".disk-") as name:
@@ -58,7 +58,7 @@ def disk(folder: Path) -> tuple[float, float]:
 
 
 def past_the_cache(place: Path) -> tuple[float, float]:
-    """Files are written over, as every step does: the first time takes longer."""
+    """With direct I/O. Files are overwritten, as in every step: the first write takes longer."""
     files, names = DirectFiles(place), list[str]()
     free: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(2 * THREADS):
@@ -90,8 +90,8 @@ def past_the_cache(place: Path) -> tuple[float, float]:
 
 
 def through_the_cache(place: Path) -> tuple[float, float]:
-    """Written until the disk has it, and read, not out of memory."""
-    piece = os.urandom(PIECE)  # a file system that compresses finds nothing here
+    """Through the page cache: written until it is on disk, and read from disk, not from memory."""
+    piece = os.urandom(PIECE)  # incompressible, for file systems that compress
     with NamedTemporaryFile(dir=place, buffering=0) as file:
         handle, written = file.fileno(), 0
         start = time.perf_counter()
@@ -99,7 +99,7 @@ def through_the_cache(place: Path) -> tuple[float, float]:
             written += file.write(piece)
             os.fdatasync(handle) if hasattr(os, "fdatasync") else os.fsync(handle)
         write = written / (time.perf_counter() - start)
-        # What is already on disk may be dropped from memory; where the system does not know how, it is read from there.
+        # Drop what is on disk from memory; systems that cannot do so will read from memory.
         with contextlib.suppress(AttributeError, OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from shoal.facts.calibration.file import Stored
 from shoal.facts.calibration.measurements import Measurements
 
-# Two calibrations of one idle machine differ by less.
+# Two calibrations of one idle machine differ by less than this.
 NOTABLE = 0.05
 
-# What may lie behind a change, by what changed.
+# Possible reasons for a change, by what changed.
 REASONS = {
     "matrix products": "power cap, clock or another tenant",
     "attention": "power cap, clock, another kernel or another tenant",
@@ -27,7 +27,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Rate:
-    """One thing that a machine does; more is better."""
+    """One rate of a machine; more is better."""
 
     kind: str
     unit: str
@@ -54,7 +54,7 @@ def compared(old: Stored, new: Stored) -> list[Rate]:
 
 
 def _rates(measured: Measurements, stored: Stored, other: Stored) -> Iterator[tuple[str, str, float]]:
-    """Only shapes that the other one has too count."""
+    """Only shapes that the other calibration has too."""
     theirs = other.measured
     for precision in sorted(measured.products.keys() & theirs.products.keys()):
         known = {(one.way, one.shape) for one in theirs.products[precision]}

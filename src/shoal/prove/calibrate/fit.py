@@ -12,13 +12,13 @@ from shoal.facts.cluster.devices import Device, Precision
 from shoal.facts.precision import COMPUTE_BYTES
 from shoal.predict.time.kernels import Kernels
 
-# Inner lengths that a tile's start and end may cost.
+# Candidate inner lengths to which the start and end of a tile are equivalent.
 RAMPS = (0.0, 8.0, 16.0, 23.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0)
 LONG = 2048
 
 
 def fitted(device: Device, seen: Measurements, precision: Precision, multiprocessors: int) -> DeviceRates:
-    """As the built-in rates of this device kind or its relative, with what was measured in their place."""
+    """The built-in rates of this device or a related one, with measured values in their place."""
     base = calibration.built_in(device).device
     curves = [curve for found in seen.parts.values() for curve in found.values()]
     start = base.model_copy(
@@ -46,7 +46,7 @@ def fitted(device: Device, seen: Measurements, precision: Precision, multiproces
 def _products(
     rates: DeviceRates, peak: float, bandwidth: float, width: int, products: tuple[Product, ...]
 ) -> tuple[float, float]:
-    """The ramp that explains best what is not explained by one share of the peak for all."""
+    """The ramp that best explains what a constant fraction of the peak does not."""
     best = (float("inf"), rates.matmul, rates.ramp)
     for ramp in RAMPS:
         tried = Kernels(rates.model_copy(update={"matmul": 1.0, "ramp": ramp}), peak, bandwidth, width)
@@ -59,7 +59,7 @@ def _products(
 
 
 def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) -> AttentionRates:
-    """Of long sequences with the widest heads."""
+    """From long sequences with the widest heads."""
     widest = max((one.head_dim for one in attention), default=0)
     seen = [one for one in attention if one.head_dim == widest and one.seq >= LONG] or list(attention)
     if not seen:
@@ -70,7 +70,7 @@ def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) 
 
 
 def _narrow(attention: tuple[Attended, ...]) -> dict[str, float]:
-    """Head size 64 against 128, where both were measured."""
+    """Head size 64 against 128, if both were measured."""
     rates = {
         head_dim: [
             one.flops / (one.forward + one.backward)

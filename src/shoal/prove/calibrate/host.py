@@ -24,7 +24,7 @@ from shoal.predict.time.operators import Widths
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint, compute_dtype
 
-# Two depths: what differs between them is a layer's, the rest is everything else's.
+# Two depths: the difference is due to layers, the rest to everything else.
 SHALLOW, DEEP = 2, 8
 TIMES = 15
 SEQ = 32
@@ -37,14 +37,14 @@ class HostTime(NamedTuple):
 
 
 def host_work(device: torch.device) -> HostWork:
-    """On a CPU nothing: the host computes there."""
+    """Zero on a CPU, where the host itself computes."""
     if device.type == "cpu":
         return HostWork(forward=0, backward=0, selective=0, full=0, once=0, tensor=0)
     return started(device)
 
 
 def started(device: torch.device) -> HostWork:
-    """How long it takes to start each thing."""
+    """How long launching takes, by kind of work."""
     kinds: dict[Recompute, tuple[HostTime, HostTime]] = {}
     for kind in ("none", "selective", "full"):
         kinds[kind] = _passes(device, SHALLOW, kind), _passes(device, DEEP, kind)
@@ -55,7 +55,7 @@ def started(device: torch.device) -> HostWork:
         kind: (_slope(sum(kinds[kind][0]), sum(kinds[kind][1])) - forward - backward) / operators[0]
         for kind in ("selective", "full")
     }
-    # A whole step, less its two passes: what happens once, and for every parameter.
+    # A whole step minus its two passes: work done once, and per parameter.
     rest = [_step(device, layers) - sum(spent) for layers, spent in ((SHALLOW, shallow), (DEEP, deep))]
     tensors = [eager.tensors(_model(layers)) for layers in (SHALLOW, DEEP)]
     tensor = max(0.0, (rest[1] - rest[0]) / (tensors[1] - tensors[0]))
@@ -95,7 +95,7 @@ def _batch(device: torch.device) -> Batch:
 
 
 def _passes(device: torch.device, layers: int, kind: Recompute) -> HostTime:
-    """Seconds until a forward and a backward pass are started."""
+    """Seconds until a forward and a backward pass are launched."""
     network = build(_model(layers), compute=compute_dtype(RECIPE), device=device)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

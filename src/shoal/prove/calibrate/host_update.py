@@ -1,9 +1,8 @@
 """Time an optimizer's update on the host's cores, as ``offload=optimizer`` does it: all devices of a node share it.
 
-One pass over fp32 weights, moments and bf16 gradients (``train/host_adamw.py``); where that cannot be compiled, torch's
-fused AdamW in parts that a core's cache holds, each with its gradients widened for it and its new weights narrowed
-after it. What counts is bytes of memory a second, 28 a parameter (``facts/layout/offload.py``): an update is far slower
-than its arithmetic.
+One pass over fp32 weights, moments and bf16 gradients (``train/host_adamw.py``); if that cannot be compiled, torch's
+fused AdamW in cache-sized parts, with gradients widened before and new weights narrowed after. The rate is memory bytes
+per second, 28 per parameter (``facts/layout/offload.py``): an update is bound by memory, not arithmetic.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from shoal.train.host_update import PART
 
 TIMES = 5
 SETTINGS: dict[str, Any] = {"betas": (0.9, 0.95), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
-# Of one data rank with one micro-batch: gradients as they were computed.
+# For one data rank with one micro-batch: gradients in the dtype they were computed in.
 EACH = away_bytes(
     Recipe(precision="bf16", optimizer="adamw"), Layout.parse("offload=optimizer"), micro_batches=1
 )
 
 
 def bytes_per_second(elements: int) -> float:
-    """With every core there is, over so many parameters; the first round warms up."""
+    """With all cores, over this many parameters; the first round warms up."""
     with _all_cores() as threads:
         state = HostState(elements, PART * threads, threads)
         found = []
@@ -45,7 +44,7 @@ def bytes_per_second(elements: int) -> float:
 
 
 class HostState:
-    """Weights with their moments, gradients and copies, in one piece of memory each."""
+    """Weights with their moments, gradients and copies, each in one contiguous tensor."""
 
     def __init__(self, elements: int, piece: int, threads: int) -> None:
         self.threads, self.problem = threads, host_adamw.problem()

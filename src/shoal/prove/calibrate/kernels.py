@@ -1,4 +1,4 @@
-"""Time all kernels of a device under sustained load: products, attention, memory-bound operators."""
+"""Time all kernels of a device under sustained load: matmuls, attention, memory-bound operators."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ NAMES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "f
 
 @dataclass(frozen=True)
 class Effort:
-    """Seconds: of load before anything counts and of rounds that count, for each load; of one large product alone."""
+    """Seconds of warm-up and of measured rounds, per load; and of one large matmul alone."""
 
     warm_up: tuple[float, ...]
     rounds: tuple[float, ...]
     alone: float
 
 
-# A power limit is reached within a few seconds.
+# A device reaches its power limit within a few seconds.
 EFFORT = {"cuda": Effort((5.0, 2.0), (30.0, 14.0), 4.0), "cpu": Effort((2.0,), (25.0,), 1.0)}
 
-# Seconds of load while the driver is asked for its clock.
+# Seconds of load while the driver is queried for the clock.
 LOADED = 1.0
 
-# Kinds of samples; the large product stands among them.
+# Kinds of samples; the large matmul is one of them.
 PRODUCT, ATTENTION, LARGE = "product", "attention", "large"
 KEY_HEADS_A_QUERY_HEAD = 4
 
 
 @dataclass
 class KernelMeasurements:
-    """What was measured."""
+    """The measurements."""
 
-    precision: Precision  # that a device is mostly used at
+    precision: Precision  # the device's main precision
     products: dict[Precision, tuple[Product, ...]] = field(default_factory=dict)
     attention: dict[Precision, tuple[Attended, ...]] = field(default_factory=dict)
     parts: dict[Precision, dict[str, Curve]] = field(default_factory=dict)
-    # FLOP/s of one large product alone and among all else; the share that products and attention have of the latter.
+    # FLOP/s of one large matmul alone, and among all other work; and the fraction of the latter's time in matmuls and
+    # attention.
     sustained: float = 0.0
     mixed: float = 0.0
     busy: float = 1.0
-    driver: Driver = field(default_factory=Driver)  # as it was under load
+    driver: Driver = field(default_factory=Driver)  # under load
     missing: list[str] = field(default_factory=list)
 
 
 def measure(
     device: torch.device, sizes: CalibrationSizes, effort: Effort, tell: Callable[[str], None]
 ) -> KernelMeasurements:
-    """Load by load; what does not work is left out and listed."""
+    """Measure load by load; what does not work is listed and left out."""
     seen = KernelMeasurements(NAMES[sizes.loads[0].precision])
     for load, warm_up, seconds in zip(sizes.loads, effort.warm_up, effort.rounds, strict=True):
         name = NAMES[load.precision]
         tell(f"{name}: products, attention and moved bytes, in turns under load")
         try:
             _measure_load(device, load, sizes, (warm_up, seconds, effort.alone), seen, tell)
-        except Exception as error:  # whatever it is, the other loads are worth keeping
+        except Exception as error:  # the other loads are still useful
             seen.missing.append(f"{name}: {(str(error).splitlines() or [repr(error)])[0][:200]}")
             tell(f"{name} could not be measured: {seen.missing[-1]}")
         if device.type == "cuda":
@@ -87,7 +88,7 @@ def _measure_load(
     name = NAMES[load.precision]
     warm_up, seconds, alone = effort
     pool = Pool(device, load.precision, _largest(load, sizes))
-    # In a wide precision a product of that size takes many times as long.
+    # In a wide precision a matmul of that size takes many times as long.
     side = sizes.side if load is sizes.loads[0] else sizes.side // 2
     rounds = Rounds(device, _samples(pool, load, sizes, side), _fillers(pool, side, sizes.filler))
     samples = rounds.run(warm_up, seconds)
@@ -129,7 +130,7 @@ def _computes(sample: TimedWork) -> bool:
 
 
 def _samples(pool: Pool, load: Load, sizes: CalibrationSizes, side: int) -> list[TimedWork]:
-    """Everything that takes turns."""
+    """All samples that take turns."""
     name = NAMES[load.precision]
     return [
         *_product_samples(pool, name, load.widths),
@@ -144,17 +145,17 @@ def _large(pool: Pool, side: int) -> Callable[[], object]:
 
 
 def _fillers(pool: Pool, side: int, elements: int) -> list[Filler]:
-    """What fills gaps: a step is made of products and of what moves bytes, and so is its load."""
+    """What fills gaps: a mix of matmuls and memory-bound work, like a step."""
     total = torch.empty(elements, dtype=pool.dtype, device=pool.device)
     bytes_moved = partial(torch.add, pool.take(elements), pool.take(elements), out=total)
     return [Filler(_large(pool, side), product=True), Filler(bytes_moved, product=False)]
 
 
-# Matrix products as linear layers run them: output, input gradient, weight gradient.
+# Matmuls as linear layers run them: output, input gradient, weight gradient.
 
 
 def _product_samples(pool: Pool, precision: str, widths: Widths) -> Iterator[TimedWork]:
-    """Laid out in memory as autograd has them."""
+    """With autograd's memory layouts."""
     for inner, columns, tokens in widths:
         for rows in tokens:
             size = rows, inner, columns
@@ -182,7 +183,7 @@ def _weight_gradient(pool: Pool, rows: int, inner: int, columns: int) -> partial
 
 
 def _largest_product(widths: Widths) -> int:
-    """Elements of the operands of the largest product."""
+    """Elements of the operands of the largest matmul."""
     return max(
         rows * inner + inner * columns + rows * columns
         for inner, columns, tokens in widths
@@ -217,7 +218,7 @@ def _attention_samples(
 
 
 def _attention_of(pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int) -> Made:
-    """Rotation leaves queries and keys head by head; values are still token by token, as they were projected."""
+    """Rotary embedding leaves queries and keys head by head; values are still token by token, as projected."""
     query = pool.take(sequences, heads, seq, head_dim).detach().requires_grad_()
     key = pool.take(sequences, key_heads, seq, head_dim).detach().requires_grad_()
     value = pool.take(sequences, seq, key_heads, head_dim).transpose(1, 2).detach().requires_grad_()
@@ -235,7 +236,7 @@ def _attention_gradient(
     pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int
 ) -> Callable[[], object]:
     call, operands = _attention_of(pool, head_dim, heads, key_heads, seq, sequences)
-    # The projection's gradient comes token by token.
+    # The projection's gradient arrives token by token.
     grad = pool.take(sequences, seq, heads, head_dim).transpose(1, 2)
     return partial(torch.autograd.grad, call(), operands, grad, retain_graph=True)
 

@@ -1,4 +1,4 @@
-"""The ranks between which links are measured (``profile --calibrate``, ``bench comm``): of this machine, or adopted."""
+"""The ranks between which links are measured (``profile --calibrate``, ``bench comm``): started here, or adopted."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from shoal.train.files import replace_text
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}
 PATIENCE = 90.0
-# At least so many bytes/s, on any link that is worth waiting for.
+# Bytes/s that any link worth waiting for reaches.
 SLOWEST = 20e6
 
 
 @dataclass(frozen=True)
 class StartedRanks:
-    """Ranks on this machine, each with a device of its own unless they share."""
+    """Ranks on this machine, each with its own device unless they share."""
 
     world: int
     backend: str
@@ -63,7 +63,7 @@ class StartedRanks:
 
 @dataclass(frozen=True)
 class AdoptedRanks:
-    """The ranks that a launcher has started, of which this process is one; on one node or several."""
+    """Ranks started by a launcher, of which this process is one; on one node or several."""
 
     told: ToldRank
     backend: str
@@ -94,7 +94,7 @@ class AdoptedRanks:
     @contextmanager
     def _group(self, seconds: float) -> Iterator[torch.device]:
         device = _device(self.backend, self.told.local_rank, self.told.local_world)
-        # Left to itself gloo uses the interface that the host's name points to, which need not lead to the others.
+        # By default gloo uses the interface that the host's name resolves to, which may not lead to the others.
         interface = interface_towards(self.told.host) if self.nodes > 1 else LOOPBACK_INTERFACE
         if interface is not None:
             name_interface(interface)
@@ -106,12 +106,12 @@ class AdoptedRanks:
 
 
 def patience(operations: Sequence[str], sizes: Sequence[int]) -> float:
-    """How long a measurement may take, all of it."""
+    """The time limit of a whole measurement."""
     return PATIENCE + sum(sizes) * len(operations) * (WARM_UP + TIMES) / SLOWEST
 
 
 def links(devices: int, on_cpu: bool) -> LinkRates | None:
-    """None where there is no peer."""
+    """None if there is no peer."""
     ranks = StartedRanks(2 if on_cpu else devices, "gloo" if on_cpu else "nccl")
     if ranks.world < 2:
         return None
@@ -158,7 +158,7 @@ def _in_group(
     """One rank's part."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     if ranks.share:
-        # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
+        # NCCL rejects two ranks on one device of the same host. Different host ids avoid the check.
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     device = _device(ranks.backend, rank, world)
     timeout = timedelta(seconds=seconds)

@@ -36,9 +36,9 @@ def calibrate(
     effort: Effort | None = None,
     chosen: CalibrationSizes | None = None,
 ) -> CalibrationReport:
-    """Measure this machine, keep it in ``folder`` (by default in Shoal's cache), and use it from now on.
+    """Measure this machine, save the result in ``folder`` (by default Shoal's cache), and use it from now on.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says. ``effort`` and ``chosen``: how long, and what.
+    ``visible`` is the value of CUDA_VISIBLE_DEVICES. ``effort`` and ``chosen``: how long to measure, and what.
     """
     folder = file.default_folder() if folder is None else folder
     cluster = look(visible)
@@ -64,7 +64,7 @@ def calibrate(
 
 
 def _device(cluster: Cluster) -> torch.device:
-    """The first of them stands for all."""
+    """The first device stands for all."""
     if cluster.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def _device(cluster: Cluster) -> torch.device:
 
 
 def _before(folder: Path, device: str) -> Stored | None:
-    """The calibration that is about to be replaced, where there is one that can be read."""
+    """The calibration about to be replaced, if there is a readable one."""
     try:
         return file.read(file.file_of(folder, device))
     except ValueError:
@@ -93,7 +93,7 @@ def _measured(
     folder: Path,
     tell: Callable[[str], None],
 ) -> Stored:
-    """Part by part. One that fails costs itself alone: what is predicted from it falls back to built-in rates."""
+    """Measure part by part. A failing part costs only itself: predictions from it fall back to built-in rates."""
     start = time.perf_counter()
     seen = kernels.measure(on, chosen, effort, tell)
     if not seen.products.get(seen.precision) or not seen.parts.get(seen.precision):
@@ -106,7 +106,7 @@ def _measured(
         tell(what)
         try:
             return part()
-        except Exception as error:  # whatever it is, the other parts are worth keeping
+        except Exception as error:  # the other parts are still useful
             reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
             seen.missing.append(f"{what}: {reason}")
             tell(f"left out: {seen.missing[-1]}")
@@ -136,7 +136,7 @@ def _stored(
     fast: LinkRates | None,
     seconds: float,
 ) -> Stored:
-    # A datasheet that promises less than was measured, or nothing, is no measure of it.
+    # Ignore a datasheet that promises less than was measured, or nothing.
     peaks: dict[Precision, float] = {
         kind: max(device.peak(kind) or 0.0, *(one.flops / one.seconds for one in found))
         for kind, found in seen.products.items()
@@ -184,8 +184,8 @@ class CalibrationReport:
 
     path: Path
     stored: Stored
-    drift: list[Rate]  # against the one before
-    since: str | None  # when that was made
+    drift: list[Rate]  # changes from the previous one
+    since: str | None  # when the previous one was made
 
     @property
     def rates(self) -> Calibration:

@@ -1,6 +1,6 @@
 """Time memory-bound operators as the network runs them, with the bytes they move.
 
-Parts are named and counted as in ``predict/time/operators.py``; what is timed is the network's own code.
+Parts are named and counted as in ``predict/time/operators.py``; the network's own code is timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.prove.calibrate.sampling import Pool, TimedWork
 from shoal.prove.calibrate.sizes import CalibrationSizes, Load
 from shoal.train.adamw import AdamW
 
-# A call, and what its gradients are for.
+# A call, and the tensors to compute gradients for.
 Made = tuple[Callable[[], Tensor], tuple[Tensor, ...]]
 Operators = tuple[Operator, ...]
 
@@ -31,7 +31,7 @@ KIND = "part"
 
 
 class Ways(NamedTuple):
-    """One part at one size, not made yet: the bytes each way, and who makes a call and what its gradients are for."""
+    """One part at one size, not prepared yet: bytes in forward and backward, and a function that prepares the call."""
 
     forward: OperatorWork
     backward: OperatorWork | None
@@ -149,13 +149,13 @@ def _ends(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> It
 
 
 def _scores(pool: Pool, tokens: int, vocabulary: int) -> Made:
-    scores = pool.take(tokens, vocabulary).clone()  # others read what the pool gives
+    scores = pool.take(tokens, vocabulary).clone()  # others read the pool's memory
     wanted = torch.randint(vocabulary, (tokens,), device=pool.device)
     one = torch.ones(tokens, device=pool.device, dtype=torch.promote_types(scores.dtype, torch.float32))
 
     def loss() -> Tensor:
         found = token_statistics(scores, wanted, 0)
-        # Multiplied by 1 everywhere, so that it can be done again and again.
+        # A factor of 1 everywhere, so that it can be repeated.
         logits_to_gradients_(scores, wanted, 0, found[0], one, 0.0)
         return found
 
@@ -169,7 +169,7 @@ def _lookup(pool: Pool, load: Load, tokens: int, vocabulary: int, hidden: int) -
 
 
 def _weights(device: torch.device, load: Load, elements: int) -> Callable[[], object]:
-    """A matrix cast to the precision it is used in; where that is its own, a gradient added to it."""
+    """Cast a matrix to its compute precision; if it already is in that, add a gradient to it."""
     matrix = torch.randn(elements, device=device, dtype=load.states)
     if load.states != load.precision:
         return partial(matrix.to, load.precision)
@@ -177,8 +177,9 @@ def _weights(device: torch.device, load: Load, elements: int) -> Callable[[], ob
 
 
 def _updates(load: Load, precision: str, device: torch.device) -> Iterator[TimedWork]:
-    """AdamW, which writes a narrower copy of wide weights, and the norm of gradients, over parameters of a few sizes:
-    at rest in either precision."""
+    """AdamW, which also writes a narrower copy of wide weights, and the gradient norm, over parameters of a few
+    sizes and in either state precision.
+    """
     for states in dict.fromkeys((load.states, load.precision)):
         for elements in load.updates:
             size, bits = elements * states.itemsize, 8 * states.itemsize
@@ -216,7 +217,7 @@ def _adamw(trained: Callable[[], list[nn.Parameter]], copied: torch.dtype | None
 
 
 def _norms(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
-    """Not read back, so that nothing waits for it."""
+    """The result is not read, so nothing waits for it."""
     gradients = [weight.grad for weight in trained() if weight.grad is not None]
     return partial(torch._foreach_norm, gradients, 2, torch.float32)
 

@@ -1,9 +1,8 @@
 """Samples: kernels timed in turns, again and again, as in a long run.
 
-A device that has computed for a while runs slower than a fresh one: it is at its power limit. So nothing is timed by
-itself. Every round starts all the samples, in another order, one behind the other without a gap, and what counts is
-the median over rounds after a while. The load is then like a training step's: products, attention and what moves
-bytes, mixed.
+A device under load is slower than an idle one, because it reaches its power limit. So nothing is timed in isolation.
+Every round runs all samples in a new order, back to back without gaps; the result is the median over rounds after a
+warm-up. The load is then like a training step's: a mix of matmuls, attention and memory-bound work.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ import torch
 
 from shoal.comm.measure import wait
 
-# A sample is repeated back to back until it takes about this long, so that starting a clock does not show.
+# A sample is repeated back to back until it takes about this long, so that the cost of timing is negligible.
 LONG_ENOUGH = {"cuda": 1e-3, "cpu": 4e-3}
 MOST_REPEATS = 40
-# Kernels that can wait for the device before the host has to wait as well.
+# Kernels that can be queued on the device before the host blocks.
 MOST_QUEUED = 800
-# Rounds that are worth a median.
+# The fewest rounds for a median.
 FEWEST_ROUNDS = 3
-# How far ahead of the device the host stays while it starts a sample, beyond what starting it takes.
+# How far the host stays ahead of the device while launching a sample, beyond the launch time itself.
 AHEAD = 0.5e-3
 
 
 class TimedWork:
-    """Work that is started again and again. ``key`` is whose it is; ``make`` makes ready what it computes with."""
+    """Work that is launched repeatedly. ``key`` identifies it; ``make`` prepares its operands."""
 
     def __init__(self, key: tuple[object, ...], make: Callable[[], Callable[[], object]]) -> None:
         self.key, self.make = key, make
         self.repeats = 1
-        self.starting = 0.0  # seconds that the host takes to start all repeats
+        self.starting = 0.0  # seconds that the host takes to launch all repeats
         self.seen: list[float] = []
         self.run: Callable[[], object] = _nothing
 
     @property
     def seconds(self) -> float:
-        """Of one repeat."""
+        """Seconds per repeat."""
         return statistics.median(self.seen)
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ class TimedWork:
 
 
 def _nothing() -> None:
-    """What a sample runs that was not made ready."""
+    """Placeholder for a sample that is not prepared."""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Rounds:
     """Times samples on one device."""
 
     def __init__(self, device: torch.device, samples: Iterable[TimedWork], fillers: Sequence[Filler]) -> None:
-        """``fillers``: a large product first, then what only moves bytes; they take turns."""
+        """``fillers``: a large matmul first, then memory-bound work; they alternate."""
         self.device, self.samples = device, list(samples)
         self.fillers = list(fillers)
         self.failed: list[str] = []
@@ -75,7 +74,7 @@ class Rounds:
         self._turn = 0
 
     def run(self, warm_up: float, seconds: float) -> list[TimedWork]:
-        """First all samples once, to load their kernels; then rounds, of which those of the warm-up do not count.
+        """Run all samples once to load their kernels, then rounds; those of the warm-up do not count.
 
         Returns the samples that worked; the others are in ``failed``.
         """
@@ -99,7 +98,7 @@ class Rounds:
             self._cuda_round() if self.device.type == "cuda" else self._cpu_round()
 
     def busy(self, computes: Callable[[TimedWork], bool]) -> float:
-        """Of the time that rounds took, the share of large products and of samples that compute."""
+        """The fraction of the rounds' time spent in large matmuls and compute-bound samples."""
         spent = {True: 1e-9, False: 0.0}
         for sample in self.samples:
             spent[computes(sample)] += sum(sample.seen) * sample.repeats
@@ -108,7 +107,7 @@ class Rounds:
         return spent[True] / (spent[True] + spent[False])
 
     def alone(self, seconds: float) -> float:
-        """Seconds of the large product where nothing else runs, after half of the time given."""
+        """Seconds of the large matmul alone, measured in the second half of the given time."""
         large = self.fillers[0]
         for _ in range(2):
             start, count = time.perf_counter(), 0
@@ -120,14 +119,14 @@ class Rounds:
         return spent / count
 
     def load(self, seconds: float) -> None:
-        """Give an accelerator so much to do, without waiting for it."""
+        """Give an accelerator this much work, without waiting for it."""
         if self.device.type == "cuda":
             large = self.fillers[0]
             for _ in range(min(MOST_QUEUED, round(seconds / max(large.seconds, 1e-6)))):
                 large.run()
 
     def _prepare(self) -> None:
-        """What does not run here, for want of memory or of a kernel, is left out and said."""
+        """Prepare samples; those that do not run here, for lack of memory or of a kernel, are reported and left out."""
         for filler in self.fillers:
             filler.run()
             filler.seconds = min(self._once(filler.run)[0] for _ in range(3))
@@ -135,13 +134,13 @@ class Rounds:
         for sample in self.samples:
             try:
                 sample.run = sample.make()
-                sample.run()  # kernels are loaded and chosen when they are first started
+                sample.run()  # kernels are loaded and chosen at their first launch
                 taken, _ = self._once(sample.run)
                 enough = LONG_ENOUGH[self.device.type]
                 sample.repeats = max(1, min(MOST_REPEATS, round(enough / max(taken, 1e-6))))
                 _, starting = self._once(sample.run)
                 sample.starting = starting * sample.repeats
-            except Exception as error:  # no memory, no kernel, whatever: the other samples are worth it
+            except Exception as error:  # no memory or no kernel: the other samples are still useful
                 sample.run = _nothing
                 self.failed.append(f"{sample}: {(str(error).splitlines() or [repr(error)])[0][:200]}")
                 if self.device.type == "cuda":
@@ -151,7 +150,7 @@ class Rounds:
         self.samples = ready
 
     def _once(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds until it is done, and until it is started."""
+        """Seconds until it is done, and until it is launched."""
         wait(self.device)
         start = time.perf_counter()
         run()
@@ -167,14 +166,14 @@ class Rounds:
             sample.seen.append((time.perf_counter() - start) / sample.repeats)
 
     def _cuda_round(self) -> None:
-        """The device always has something to do when the host starts a sample, so no gap is timed."""
+        """The device is always busy when the host launches a sample, so no gap is timed."""
         clocks = []
         busy_until = time.perf_counter()
         for sample in self.samples:
             while busy_until - time.perf_counter() < 1.5 * sample.starting + AHEAD:
                 filler = self.fillers[self._turn % len(self.fillers)]
                 self._turn += 1
-                # As much time for products as for the rest, whichever takes longer at once.
+                # Spend equal time on matmuls and on the rest.
                 for _ in range(max(1, round(self.fillers[0].seconds / max(filler.seconds, 1e-6)))):
                     filler.run()
                     filler.count += 1
@@ -193,7 +192,7 @@ class Rounds:
 
 
 class Pool:
-    """Random numbers to compute with: zeros would take less power, and so less time, than what is trained on.
+    """Random operands: zeros would draw less power, and so take less time, than real training data.
 
     Every operand is a view of one buffer, so that a hundred shapes fit side by side.
     """
@@ -204,11 +203,11 @@ class Pool:
         self._next = 0
 
     def take(self, *size: int) -> torch.Tensor:
-        """A tensor of that size, to be read and not written; several may overlap."""
+        """A read-only tensor of that size; several may overlap."""
         count = math.prod(size)
         if self._next + count > self.buffer.numel():
             self._next = 0
         found = self.buffer[self._next : self._next + count].view(size)
-        # The next one starts on a boundary that kernels like.
+        # The next one starts at an aligned boundary.
         self._next += -(-count // 1024) * 1024
         return found

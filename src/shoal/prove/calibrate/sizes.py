@@ -8,7 +8,7 @@ import torch
 
 from shoal.facts.logits import tokens_at_once
 
-# (inner, columns) of a linear layer, and with how many tokens each is measured.
+# (inner, columns) of a linear layer, and the numbers of tokens to measure it with.
 Widths = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
@@ -20,7 +20,7 @@ class Load:
     states: torch.dtype  # of parameters
     widths: Widths
     attention: tuple[tuple[int, int, int], ...]  # (head size, length, sequences)
-    tokens: tuple[int, ...]  # for what only moves bytes
+    tokens: tuple[int, ...]  # for memory-bound work
     losses: tuple[tuple[int, int], ...]  # (tokens, vocabulary)
     lookups: tuple[tuple[int, int], ...]
     weights: tuple[int, ...]  # elements of a matrix that is cast or added
@@ -29,15 +29,15 @@ class Load:
 
 @dataclass(frozen=True)
 class CalibrationSizes:
-    """The first load is what a device is mostly used for."""
+    """The first load is the device's main use."""
 
     loads: tuple[Load, ...]
     heads: int
-    head_dims: tuple[int, ...]  # for rotations
+    head_dims: tuple[int, ...]  # for rotary embedding
     hidden: int
     inner: int
-    side: int  # of a large square product
-    filler: int  # elements of what keeps the device busy between samples
+    side: int  # of a large square matmul
+    filler: int  # elements of the work between samples
     copied: int  # bytes to the device and back
     updated: int  # parameters that the host updates
 
@@ -84,7 +84,7 @@ _HALF = Load(
     weights=(2**16, 2**20, 2**22, 2**24, 2**26, 2**28),
     updates=(2**20, 2**24, 2**27),
 )
-# A product takes ten times as long, and fewer models are trained so.
+# A matmul takes ten times as long, and fewer models are trained this way.
 _SINGLE = Load(
     precision=torch.float32,
     states=torch.float32,
@@ -160,13 +160,13 @@ CPU = CalibrationSizes(
     updated=2**24,
 )
 
-# Samples hold on to their operands and to what a backward pass needs: about this much in all, at most.
+# Samples keep their operands and what a backward pass needs: about this much in all, at most.
 NEEDED = 48 * 2**30
 SPARED_ROWS = 4096
 
 
 def sizes(device: torch.device, memory: int) -> CalibrationSizes:
-    """For this device: an accelerator with little memory is spared the largest."""
+    """Sizes for this device: accelerators with little memory skip the largest."""
     if device.type == "cpu":
         return CPU
     if memory >= NEEDED:

@@ -24,26 +24,27 @@ from shoal.train.guard.processes import descendants, parent_of, send
 from shoal.train.run_directory import ALONE, RunDirectory
 
 LOOK_SECONDS = 0.01
-# A fault that was not struck, or from which nothing recovered, in this time has broken the campaign. Most of it is
-# processor time: a launcher imports torch, and on a busy machine that alone takes a minute or two.
+# The campaign fails if a fault does not strike, or the run does not recover, in this time. Most of it is processor
+# time: a launcher imports torch, which alone takes a minute or two on a busy machine.
 PATIENCE = 600.0
-# A fault that is not reported by the time that so many later steps are committed will not be.
+# A fault that is not reported after this many later commits never will be.
 TOLD_STEPS = 8
-# Checkpoints on disk before one is to be struck.
+# Checkpoints on disk before one may be damaged.
 COPIES = 2
-# How long a network stays cut: longer than a collective may take in a campaign, for all ranks may be in the same one.
+# How long a network stays cut: longer than a campaign's collective timeout, because all ranks may be in the same
+# collective.
 CUT_SECONDS = 6.0
-# How long a launcher stays stopped; or as long as its ranks, which go on, take for so many steps.
+# How long a launcher stays stopped; or until its ranks, which continue, have done this many steps.
 STOPPED_SECONDS, STOPPED_STEPS = 1.5, 20
 
 
 class Broken(Exception):
-    """The run did not survive, or could not be struck."""
+    """The run did not survive, or a fault could not be injected."""
 
 
 @dataclass
 class Struck:
-    """A fault and what came of it. Times are seconds since it was struck."""
+    """A fault and its outcome. Times are seconds since it struck."""
 
     number: int
     kind: str
@@ -54,27 +55,27 @@ class Struck:
     step: int = 0
     time: float = 0.0
     committed: int = 0  # the last committed step at that time
-    resumed: int | None = None  # the step that the run went on from, where it was restarted
+    resumed: int | None = None  # the step that the run resumed from, if it was restarted
     detected_s: float | None = None
     recovered_s: float | None = None
     named_right: bool | None = None
     in_recovery: bool = False
-    node: str = ""  # which was struck
-    gone: int = 0  # committed steps whose every copy the fault itself destroyed
-    spared: bool = False  # there was no other copy to continue from, so this one was left alone
+    node: str = ""  # the node that was struck
+    gone: int = 0  # committed steps of which the fault destroyed every copy
+    spared: bool = False  # left alone, because there was no other copy to resume from
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CampaignSettings:
-    """What a campaign runs: the config with all that it changes, and the layouts that it cycles through."""
+    """What a campaign runs: the config with its changes, and the layouts that it cycles through."""
 
     config: Path | None
     settings: list[str]
     layouts: list[str]
     run: Path
     own_network: bool = False
-    nodes: int = 1  # where a layout has as many ranks for each
+    nodes: int = 1  # if a layout has equally many ranks for each
 
 
 class Campaign:
@@ -88,7 +89,7 @@ class Campaign:
         self.orders = Orders(setting.run)
         self.struck: list[Struck] = []
         self.launches = 0
-        self._launchers: list[subprocess.Popen[bytes]] = []  # one a node
+        self._launchers: list[subprocess.Popen[bytes]] = []  # one per node
 
     def carry_out(self, faults: Sequence[Fault]) -> None:
         self.orders.prepare()
@@ -117,7 +118,7 @@ class Campaign:
         return [f"n{index}" for index in range(count)] if count > 1 else [ALONE]
 
     def _launch(self) -> None:
-        """In the next layout, on all of its nodes."""
+        """Launch in the next layout, on all of its nodes."""
         self.launches += 1
         self._launchers = [self._launch_on(node) for node in self.nodes]
 
@@ -141,7 +142,7 @@ class Campaign:
             )
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The first node's launcher; all of them have to be there."""
+        """The first node's launcher; all of them must be running."""
         for process in self._launchers:
             if process.poll() is not None:
                 raise Broken(f"a launcher ended with status {process.returncode}: {self._last_words()}")
@@ -151,14 +152,14 @@ class Campaign:
         return " | ".join(self.orders.log.read_text(errors="replace").splitlines()[-4:])
 
     def _end(self, but: int = 0) -> None:
-        """Whatever happened, nothing of the campaign goes on; or of its nodes ``but`` the first ones."""
+        """End the campaign's processes on every node, or on all ``but`` the first ones."""
         for process in self._launchers[but:]:
             if process.poll() is None:
                 send([process.pid, *descendants(process.pid)], signal.SIGKILL)
                 process.wait()
 
     def _finish(self) -> None:
-        """Let the run come to its end."""
+        """Let the run finish."""
         self._running()
         for process in self._launchers:
             if process.wait(timeout=6 * PATIENCE) != 0:
@@ -182,13 +183,13 @@ class Campaign:
             if fault.second is not None:
                 records.append(self._record(fault.second, in_recovery=True))
                 orders.append(self._order(fault.second, records[1], after=records[0].number))
-            # The second one first: it has to be there when the run recovers, however soon that is.
+            # The second one first: it has to be in place when the run recovers, however soon that is.
             for order in reversed(orders):
                 self.orders.give(order)
             for record, order in zip(records, orders, strict=True):
                 self._wait_until_struck(record, order)
         told = self._wait_until_told(records, before)
-        # Done again, or done for the first time: the step that was struck, and whatever came to light later.
+        # Wait for the step that was struck, repeated or new, and whatever came to light later.
         self._wait_for_commit(max([told, *(record.step - 1 for record in records)]))
         recovered = time.time()
         rows = self._fault_rows()[before:]
@@ -203,7 +204,7 @@ class Campaign:
         of_a_rank = fault.kind.target in ("rank", "checkpoint")
         rank = int(fault.rank * self.world) if of_a_rank else None
         if fault.point == RENAME and rank is not None:
-            rank = 0  # who commits
+            rank = 0  # the rank that commits
         number = len(self.struck) + int(in_recovery)
         return Struck(
             number, fault.kind.name, fault.point, rank, self.world, self.layout, in_recovery=in_recovery
@@ -219,12 +220,12 @@ class Campaign:
             found = self.orders.strike_of(order.number)
             if found is not None:
                 record.step, record.time = found["step"], found["time"]
-                # As it was then: by now the run may have recovered and gone on.
+                # As it was then: by now the run may have recovered and continued.
                 record.committed = found["committed"]
                 return
 
     def _wait_until_told(self, records: list[Struck], before: int) -> int:
-        """Wait for the report of each fault; where it does not come, for some steps. The last commit then."""
+        """Wait for the report of each fault or, if it does not come, for some steps. Returns the last commit then."""
         last = max(max(record.step, record.committed) for record in records) + TOLD_STEPS
         for _ in self._patiently("the run reported no fault and made no progress"):
             if self._is_told(records, before) or self._committed() >= last:
@@ -239,7 +240,7 @@ class Campaign:
         return all(not kinds or told.intersection(kinds) for kinds in wanted)
 
     def _look_again(self, record: Struck) -> None:
-        """Learn what came of a strike: the one who struck says that afterwards."""
+        """Update the record with the result of a strike, which the struck process reports afterwards."""
         found = self.orders.strike_of(record.number) or {}
         record.gone, record.spared = found.get("gone", 0), found.get("spared", False)
 
@@ -269,7 +270,7 @@ class Campaign:
             process.send_signal(signal.SIGCONT)
             return
         asked = name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher"
-        # Asked to stop, one node's launcher stops them all. No other launcher of the campaign may take its place.
+        # A launcher asked to stop stops all nodes. No other launcher of the campaign may take its place.
         codes = [self._code_of(one) for one in (self._launchers if asked else [process])]
         self._end(but=1)
         if asked:
@@ -286,7 +287,7 @@ class Campaign:
         raise AssertionError
 
     def _strike_one_node(self, fault: Fault, record: Struck, before: int) -> None:
-        """A node, with all of its processes and its memory, is lost for a while."""
+        """Lose a node, with all of its processes and its memory, for a while."""
         self._running()
         stopped = fault.kind.name.endswith("SIGSTOP")
         led_by = self._leader()
@@ -309,7 +310,7 @@ class Campaign:
         self._launchers[index] = self._launch_on(node)
 
     def _leader(self) -> int:
-        """Which node's launcher holds the run; another one may be about to."""
+        """The node whose launcher holds the run; another one may be about to."""
         processes = [one.pid for one in self._launchers]
         for _ in self._patiently("no launcher leads the run"):
             with contextlib.suppress(OSError, ValueError):
@@ -346,7 +347,7 @@ class Campaign:
             self._running()
 
     def _wait_for_copies(self) -> None:
-        """So that one of them can be struck. Whether there still are as many is decided when it is."""
+        """So that one of them can be damaged. Whether there are still enough is checked at that time."""
         for _ in self._patiently(f"fewer than {COPIES} checkpoints on disk"):
             if len(self.run.disk.committed()) >= COPIES:
                 return

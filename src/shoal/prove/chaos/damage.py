@@ -1,4 +1,4 @@
-"""Damage the newest checkpoint as disks, people and crashes do; never the last sound copy."""
+"""Damage the newest checkpoint as disks, people and crashes do; never the last intact copy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from shoal.train.run_directory import RunDirectory
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# How often memory is lost and the disk's copy is struck, where both have the newest step.
+# How often memory is lost and the disk's copy is damaged as well, if both have the newest step.
 BOTH = 0.3
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A checkpoint at one of the places where it lies."""
+    """A checkpoint at one of its places."""
 
     place: CheckpointStorage
     step: int
 
     @property
     def sound(self) -> bool:
-        """Every byte is read: what only looks like a checkpoint is nothing to fall back to."""
+        """Whether it is intact. Reads every byte: only an intact checkpoint counts as a fallback."""
         try:
             return not Checkpoint(self.place, self.step, threads=1).damages()
         except (Damaged, OSError):
@@ -38,11 +38,10 @@ class Copy:
 
 
 def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int | None:
-    """Damage the newest copy in memory; or, where the disk has it too, that on disk, and memory is lost as well.
+    """Damage the newest copy in memory; or, if the disk has it too, the one on disk, and lose memory as well.
 
-    What is struck, and whether anything at all, is decided by what exists at this moment: some sound copy is left to
-    continue from. Returns how many committed steps are gone for good; None where nothing could
-    be struck.
+    What is damaged, if anything, depends on what exists at this moment: an intact copy to resume from always remains.
+    Returns how many committed steps are lost for good; None if nothing could be damaged.
     """
     disk, root = run.disk, run.memory().path.parent
     # Several nodes have several copies.
@@ -51,7 +50,7 @@ def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int | None:
     newest = max((copy.step for copy in copies), default=0)
     in_memory = [copy for copy in copies if copy.place != disk and copy.step == newest]
     on_disk = [copy for copy in copies if copy.place == disk and copy.step == newest]
-    # Of equally new copies the run would continue from that in memory.
+    # Of equally new copies the run would resume from the one in memory.
     choices = [struck for struck in (in_memory, on_disk) if struck]
     if len(choices) == 2 and numbers.random() < BOTH:
         choices.reverse()
@@ -98,7 +97,7 @@ def _carry_out(kind: str, copy: Copy, numbers: random.Random, other: Copy | None
             system.pipe_file(path, system.cat_file(second))
             system.pipe_file(second, bytes(content))
         else:
-            # Alone it gets what another step has, which is mostly as long.
+            # On its own, it gets the content of another step, which usually has the same length.
             assert other is not None
             system.pipe_file(path, _where(other)[0].cat_file(_files(other)[0]))
 
@@ -109,7 +108,7 @@ def _files(copy: Copy) -> list[str]:
 
 
 def _where(copy: Copy) -> tuple[AbstractFileSystem, str]:
-    """A file system, and where the checkpoint lies in it."""
+    """A file system, and the checkpoint's path in it."""
     if isinstance(copy.place, ObjectStore):
         return copy.place.files, f"{copy.place.root}/{step_name(copy.step)}"
     assert isinstance(copy.place, DirectoryStorage)

@@ -28,11 +28,11 @@ from shoal.train.files import read_rows
 from shoal.train.metrics.sample_log import prove as prove_ledger
 from shoal.train.run_directory import RunDirectory
 
-# Steps that a fault takes of the run: from the last recovery to the strike, and from there to the next commit.
+# Steps of the run per fault: from the last recovery to the strike, and from there to the next commit.
 STEPS_A_FAULT = 4
 STEPS_BESIDE = 60
 
-# What a campaign sets, whatever the config says: commit every step, and notice everything.
+# Settings of every campaign, whatever the config says: commit every step, and notice everything.
 ALWAYS = {
     "run.ledger": "true",
     "checkpoint.every": "1",
@@ -42,8 +42,8 @@ ALWAYS = {
     "evaluate.every": "4",
     "evaluate.batches": "1",
     "evaluate.samples": "0",
-    # A rank that does not come is found by the watchdog, which sees whether it has a processor. torch's own timeout
-    # does not, so it comes later.
+    # A missing rank is found by the watchdog, which can see whether it has a processor. torch's own timeout cannot, so
+    # it comes later.
     "fault.stall": "1.5",
     "fault.timeout": "5",
     "fault.max_restarts": "10",
@@ -52,19 +52,19 @@ ALWAYS = {
 }
 
 
-# Nothing is to happen to the run without faults, so it need not be ready for it. None of it is part of the mathematics.
+# Nothing will happen to the run without faults, so it need not be prepared. None of this affects the mathematics.
 UNHURRIED = ("checkpoint.every=1000000", "checkpoint.memory=0", "evaluate.every=0", "fault.check_every=0")
 
 
 def settings(faults: int, strict: bool, given: list[str]) -> list[str]:
-    """``--set`` values of the runs: what the user gave last, but for the few that the proof rests on."""
+    """The runs' ``--set`` values: the user's last, except for those that the proof depends on."""
     steps = STEPS_A_FAULT * faults + STEPS_BESIDE
     own = [f"{name}={value}" for name, value in ALWAYS.items()]
     return [*given, f"recipe.steps={steps}", f"run.strict={str(strict).lower()}", *own]
 
 
 def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> list[FaultKind]:
-    """Refuse layouts that the run cannot have, and kinds that there are not; else the kinds."""
+    """Refuse layouts that the run cannot have, and unknown kinds; returns the kinds."""
     refuse_servers(config, "shoal chaos")
     problems = []
     for text in layouts:
@@ -93,7 +93,7 @@ def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> lis
         if names:
             raise BadInput("--kinds: cutting the network needs root and Linux namespaces", "other kinds")
         chosen = [kind for kind in chosen if kind.target != "network"]
-    # Launchers in networks of their own could not meet.
+    # Launchers in separate networks could not connect.
     return [kind for kind in chosen if kind.least_nodes <= nodes and (nodes == 1 or kind.target != "network")]
 
 
@@ -109,7 +109,7 @@ def prove(
     say: Callable[[str], None],
     tell: Callable[[Struck], None],
 ) -> ChaosVerdict:
-    """Run without faults, then with them, and compare. Everything is left in ``folder``, also where it breaks."""
+    """Run without faults, then with them, and compare. Everything is left in ``folder``, even on failure."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     reference, run = RunDirectory(folder / "reference"), RunDirectory(folder / "run")
@@ -127,7 +127,7 @@ def prove(
 
 
 def judge(run: RunDirectory, reference: RunDirectory, struck: list[Struck], seconds: float) -> ChaosVerdict:
-    """What the two runs' directories show."""
+    """Compare the two runs' directories."""
     from shoal.facts.config.file import load
 
     config = load(run.config, [], None).config
@@ -152,7 +152,7 @@ def record(path: Path, struck: list[Struck]) -> None:
 
 
 def _run_without_faults(config: Path | None, settings: list[str], layout: str, run: Path) -> None:
-    """By the very command that users have."""
+    """Run the same command that users have."""
     shutil.rmtree(run, ignore_errors=True)
     overrides = [part for setting in [*settings, *UNHURRIED] for part in ("--set", setting)]
     command = [sys.executable, "-m", "shoal", "train", *([str(config)] if config else [])]

@@ -20,20 +20,20 @@ Target = Literal["rank", "launcher", "node", "one node", "checkpoint", "network"
 
 @dataclass(frozen=True)
 class FaultKind:
-    """One kind of fault. ``told``: what kinds of rows of faults.jsonl name it; none where there is nothing to tell."""
+    """One kind of fault. ``told``: the kinds in faults.jsonl that report it; empty if nothing is reported."""
 
     name: str
     target: Target
     told: tuple[str, ...]
     points: tuple[str, ...] = POINTS
-    weight: int = 1  # how often it is chosen, relative to others
-    words: str = ""  # which the row's message has
+    weight: int = 1  # relative frequency
+    words: str = ""  # part of the row's message
     least_world: int = 1
     least_nodes: int = 1
-    whose: Literal["rank", "peers", "none"] = "rank"  # whom the row has to name
+    whose: Literal["rank", "peers", "none"] = "rank"  # which rank the row has to name
 
 
-# Where peers will wait for a rank that does not arrive, or wait inside of the call.
+# Points where peers will wait for a rank that does not arrive, or wait inside the call.
 WAITED_FOR = (STEP, FORWARD, BACKWARD, UPDATE)
 
 KINDS = (
@@ -44,13 +44,13 @@ KINDS = (
     FaultKind("SIGABRT", "rank", ("killed",), weight=2, words="SIGABRT"),
     FaultKind("loader crash", "rank", ("error",), (STEP,), 2, "loader"),
     FaultKind("out of memory", "rank", ("oom",), (STEP,), 2),
-    # A rank does not come.
+    # A rank does not arrive.
     FaultKind("SIGSTOP", "rank", ("stall",), WAITED_FOR, 2, "stopped", 2),
     FaultKind("hang", "rank", ("stall",), WAITED_FOR, 2, "", 2),
     FaultKind("hang with the lock", "rank", ("stall",), WAITED_FOR, 1, "", 2),
     FaultKind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, whose="peers"),
     FaultKind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, whose="none"),
-    # A rank computes what is wrong.
+    # A rank computes wrong numbers.
     FaultKind("NaN in a gradient", "rank", ("nonfinite",), (STEP,), 2),
     FaultKind("bit flip in a weight", "rank", ("corruption",), (STEP, FORWARD, INPUT), 2),
     FaultKind("clock jump", "rank", (), POINTS, 2),
@@ -61,7 +61,7 @@ KINDS = (
     FaultKind("swapped files", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2),
     FaultKind("missing file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "missing"),
     FaultKind("torn manifest", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "manifest"),
-    # The launcher, and all that runs on its machine.
+    # The launcher, and everything on its machine.
     FaultKind("launcher SIGKILL", "launcher", ("launcher lost",), whose="none"),
     FaultKind("launcher SIGSEGV", "launcher", ("launcher lost",), whose="none"),
     FaultKind("launcher SIGTERM", "launcher", (), whose="none"),
@@ -69,21 +69,21 @@ KINDS = (
     FaultKind("launcher SIGSTOP", "launcher", (), whose="none"),
     FaultKind("node SIGKILL", "node", ("launcher lost",), whose="none"),
     FaultKind("node SIGTERM", "node", (), whose="none"),
-    # One of several nodes, which comes back: any of them; and a follower, for no launcher could take a lock from a
-    # leader that is stopped.
+    # One of several nodes, which comes back: any node may be killed, but only followers are stopped, because no
+    # launcher could take the lock from a stopped leader.
     FaultKind("one node SIGKILL", "one node", ("node lost", "launcher lost"), least_nodes=2, whose="none"),
     FaultKind("one node SIGSTOP", "one node", ("node lost",), least_nodes=2, whose="none"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
-# Those after which a launcher has to be started again, and may be started in another layout.
+# Kinds after which a launcher has to be restarted, possibly in another layout.
 ENDS_LAUNCHER = tuple(
     kind.name for kind in KINDS if kind.target in ("launcher", "node") and kind.name != "launcher SIGSTOP"
 )
 
 
 def named_right(kind: FaultKind, rank: int, rows: list[dict[str, Any]], node: str = "") -> bool | None:
-    """Whether some row of faults.jsonl tells of a fault, and of the right rank or node; None: nothing is to be told."""
+    """Whether a row of faults.jsonl reports a fault with the right rank or node; None: nothing should be reported."""
     if not kind.told:
         return None
     for row in rows:

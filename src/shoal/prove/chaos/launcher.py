@@ -1,6 +1,6 @@
-"""A launcher in its own process, as ``shoal train`` is: ``python -m shoal.prove.chaos.launcher JSON``.
+"""A launcher in its own process, like ``shoal train``: ``python -m shoal.prove.chaos.launcher JSON``.
 
-It starts what ``shoal train`` starts, but for a guest in every rank.
+It starts the same as ``shoal train``, plus an observer in every rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A network that can be cut: a Linux network namespace with only a loopback. Needs root.
 
-Ranks and their launcher communicate only over it. While it is down nothing arrives and no error is raised, as
-when a cable is pulled: connections stay open and silent.
+Ranks and their launcher communicate only through it. While it is down nothing arrives and no error is raised, as when a
+cable is pulled: connections stay open and silent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Linux's numbers: a namespace of the network, an interface's flags, and that it is up.
+# Linux constants: a network namespace, an interface's flags, and that it is up.
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
@@ -28,14 +28,14 @@ def possible() -> bool:
 
 
 def own_network() -> None:
-    """Give this process, and those that it starts, a network of their own."""
+    """Give this process, and those that it starts, a separate network."""
     _call("unshare", CLONE_NEWNET)
     _loopback(up=True)
 
 
 @contextmanager
 def cut(process: int) -> Iterator[None]:
-    """Inside, the network of a process is cut. By a process of its own, for that has to enter it."""
+    """Inside the context, a process's network is cut, by a helper process that has to enter its namespace."""
     command = [sys.executable, "-m", "shoal.prove.chaos.network", str(process)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as cutting:
         assert cutting.stdout is not None
@@ -45,7 +45,7 @@ def cut(process: int) -> Iterator[None]:
 
 
 def _may_unshare() -> bool:
-    """Root of a container may be refused."""
+    """Whether this is permitted: root of a container may be refused."""
     command = [sys.executable, "-m", "shoal.prove.chaos.network"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -63,7 +63,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _cut_and_mend(process: int) -> None:
-    """Until standard input is closed, by whatever ended who asked."""
+    """Cut the network until standard input is closed, however the caller ended."""
     with Path(f"/proc/{process}/ns/net").open() as namespace:
         _call("setns", namespace.fileno(), CLONE_NEWNET)
     _loopback(up=False)

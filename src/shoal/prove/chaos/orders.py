@@ -10,7 +10,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The function itself: a saboteur may put another one in its module.
+# The function itself: a saboteur may replace the one in its module.
 from time import time as now
 from typing import Any
 
@@ -19,7 +19,7 @@ from shoal.train.files import replace_text
 
 @dataclass(frozen=True)
 class FaultOrder:
-    """Strike ``rank`` at ``point`` of a step. ``after``: only in a process that began after that order was struck."""
+    """Strike ``rank`` at ``point`` of a step. ``after``: only in a process that began after that order struck."""
 
     number: int
     kind: str
@@ -30,10 +30,10 @@ class FaultOrder:
 
 
 class Orders:
-    """A directory of orders, and one of those that were carried out."""
+    """A directory of orders, and one of executed orders."""
 
     def __init__(self, run: Path) -> None:
-        # Beside the run: what is in its own directory is its own business.
+        # Beside the run, whose own directory is left alone.
         self.path = run.with_name(f"{run.name}.chaos")
         self.waiting, self.struck = self.path / "waiting", self.path / "struck"
         self.log = self.path / "launcher.log"
@@ -46,7 +46,7 @@ class Orders:
         replace_text(self.waiting / f"{order.number}.json", json.dumps(asdict(order)))
 
     def for_rank(self, rank: int, began: float) -> list[FaultOrder]:
-        """What a process that began then has to do, at some point."""
+        """Orders for a process that began at ``began``, at any point."""
         found = []
         for path in sorted(self.waiting.glob("*.json")):
             try:
@@ -60,9 +60,9 @@ class Orders:
         return found
 
     def strike(self, order: FaultOrder, step: int, point: str, committed: int) -> None:
-        """Report the order as done, then carry it out: this process may be dead a moment later.
+        """Report the order as done, then execute it: this process may be dead a moment later.
 
-        ``committed``: the last step that is safe now. The campaign may hear of it when the run has long recovered.
+        ``committed``: the last safe step now. The campaign may learn of it long after the run has recovered.
         """
         found = {
             **asdict(order),
@@ -76,7 +76,7 @@ class Orders:
         (self.waiting / f"{order.number}.json").unlink(missing_ok=True)
 
     def add(self, order: FaultOrder, **more: Any) -> None:
-        """What came of it, where the one who struck lives to tell."""
+        """Add the result, if the struck process lives to report it."""
         found = self.strike_of(order.number) or {}
         replace_text(self.struck / f"{order.number}.json", json.dumps({**found, **more}))
 

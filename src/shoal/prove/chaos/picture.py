@@ -24,7 +24,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def svg(rows: Sequence[dict[str, Any]], struck: Sequence[Struck]) -> str:
-    """Loss over steps; a mark for each fault where it struck, coloured by what it struck."""
+    """Loss over steps; a mark where each fault struck, coloured by its target."""
     losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     steps = max((step for step, _ in losses), default=1)
     low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
@@ -63,7 +63,7 @@ def svg(rows: Sequence[dict[str, Any]], struck: Sequence[Struck]) -> str:
 
 
 def lines(rows: Sequence[dict[str, Any]], struck: Sequence[Struck], width: int = 100) -> list[str]:
-    """The curve in one line, and below it how many faults struck there."""
+    """The curve in one line, and below it the number of faults at each place."""
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     if not losses:
         return []

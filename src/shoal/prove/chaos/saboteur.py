@@ -1,7 +1,7 @@
 """The saboteur in a rank's process: waits for its point of a step, then injects the fault.
 
-Training knows nothing of it. It is told what a rank announces, as the flight recorder is, and hooks itself into the
-points between.
+Training knows nothing of it. It observes what a rank announces, as the flight recorder does, and hooks into the points
+between.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.train.loop import Training
 from shoal.train.outcome import Outcome
 from shoal.train.run_directory import RunDirectory
 
-# How long a disk stays full once it has refused something, and how far a clock jumps.
+# How long a disk stays full once it has refused a write, and how far a clock jumps.
 FULL_SECONDS = 0.6
 JUMP_SECONDS = 86_400.0
 
@@ -44,7 +44,7 @@ def sabotaged(assignment: Assignment) -> Outcome | None:
 
 
 class Saboteur:
-    """The guest of one rank."""
+    """The observer in one rank."""
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self.run, self.rank = run, rank
@@ -53,7 +53,7 @@ class Saboteur:
         self.step = 0
         self.training: Training | None = None
         self._lock = threading.Lock()
-        self._full: tuple[int, int] | None = None  # while the disk is: how long files may be otherwise
+        self._full: tuple[int, int] | None = None  # while the disk is full: the previous file size limit
 
     def enter(self, phase: str, step: int) -> None:
         self.step = step
@@ -95,7 +95,7 @@ class Saboteur:
         setattr(place, method, wrapped)
 
     def at(self, point: str) -> None:
-        """Carry out the orders for this point."""
+        """Execute the orders for this point."""
         with self._lock:
             due = [order for order in self.orders.for_rank(self.rank, self.began) if order.point == point]
             for order in due:
@@ -117,13 +117,13 @@ class Saboteur:
             _wrong(self.training, order)
 
     def _fill_disk(self) -> None:
-        """The kernel refuses this process every byte beyond the first thousand of a file, until a commit has failed."""
+        """The kernel refuses this process every byte beyond a file's first thousand, until a commit has failed."""
         self._full = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._full[1]))
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Some moments after something was refused, there is room again."""
+        """Free the disk shortly after a write was refused."""
         try:
             yield
         except OSError:
@@ -140,7 +140,7 @@ class Saboteur:
 
 
 def _close_connections() -> None:
-    """All connections to other ranks; those to the launcher's store are others' business."""
+    """Close all connections to other ranks; those to the launcher's store have their own fault."""
     store = int(os.environ["MASTER_PORT"])
     for entry in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
@@ -150,24 +150,24 @@ def _close_connections() -> None:
 
 
 def _jump(seconds: float) -> None:
-    """The system clock is shared by all processes; this changes only what this one reads."""
+    """All processes share the system clock; this changes only what this one reads."""
     original = time.time
     time.time = lambda: original() + seconds
 
 
 def _use_all_memory() -> None:
-    """No more address space than is in use; then what the next step would ask for is asked for."""
+    """Limit the address space to what is in use; then allocate what the next step would."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used, resource.getrlimit(resource.RLIMIT_AS)[1]))
     torch.empty(1 << 30, dtype=torch.uint8).zero_()
 
 
 def _send_itself(order: FaultOrder) -> None:
-    # A stopped process goes on when it is told to; by then it is to end.
+    # A stopped process continues when it is told to; by then it should end.
     os.kill(os.getpid(), signal.Signals[order.kind])
 
 
-# What befalls a whole process, whatever it trains.
+# Faults of a whole process, whatever it trains.
 STRIKES: dict[str, Callable[[FaultOrder], object]] = {
     **dict.fromkeys(("SIGKILL", "SIGTERM", "SIGABRT", "SIGSTOP"), _send_itself),
     "SIGSEGV": lambda order: ctypes.string_at(0),
@@ -180,13 +180,13 @@ STRIKES: dict[str, Callable[[FaultOrder], object]] = {
 
 
 def _wrong(training: Training, order: FaultOrder) -> None:
-    """Wrong numbers, or none."""
+    """Compute wrong numbers, or none."""
     numbers = random.Random(order.seed)
     pieces = [piece for piece in training.step.pieces if piece.tensor.numel()]
     piece = numbers.choice(pieces)
     place = numbers.randrange(piece.tensor.numel())
     if order.kind == "bit flip in a weight":
-        # What rests in a file is not in memory; what the network reads is, unless it is in a file too.
+        # States in a file are not in memory; the working copy is, unless it is in a file too.
         values = piece.tensor if piece.filed is None or piece.working is None else piece.working
         in_file = piece.held.home_file
         if in_file is not None:
@@ -220,5 +220,5 @@ def _wrong(training: Training, order: FaultOrder) -> None:
 
 
 def _put(owner: object, name: str, value: object) -> None:
-    """In place of what is there."""
+    """Replace an attribute."""
     setattr(owner, name, value)

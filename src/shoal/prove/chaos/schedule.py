@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from shoal.observe.flight_recorder import RESTORE, START
 from shoal.prove.chaos.fault_kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, FaultKind
 
-# Kinds that a rank which is about to begin can suffer.
+# Kinds that can strike a rank which is about to begin.
 AT_THE_START = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT")
-# How often a fault of a rank is followed by another while the run recovers, beside those that need it.
+# How often a rank's fault is followed by another during recovery, besides those that require it.
 SECOND = 0.08
-# Faults after which a launcher's turn has come, if it can be had.
+# After this many faults it is a launcher's turn, if possible.
 LONGEST = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``rank`` is a share of the world, so that it does not depend on how many ranks there will be."""
+    """``rank`` is a fraction of the world, so that it does not depend on the number of ranks."""
 
     kind: FaultKind
     point: str
     rank: float
     seed: int
-    second: Fault | None = None  # struck while the run recovers from this one
+    second: Fault | None = None  # strikes while the run recovers from this one
 
 
 def schedule(
     seed: int, count: int, worlds: Sequence[int], kinds: Sequence[FaultKind] = KINDS, nodes: int = 1
 ) -> list[Fault]:
-    """``count`` faults, second ones included: every kind before any comes again, in an order of the seed's.
+    """``count`` faults, including second ones: every kind occurs before any repeats, in an order given by the seed.
 
-    After each that ends the launcher the next of ``worlds`` begins; the first is the first's. ``nodes``: how many
-    launchers there are, where a world has a rank for each.
+    After each fault that ends the launcher the next of ``worlds`` begins, starting with the first. ``nodes``: how many
+    launchers there are, if a world has a rank for each.
     """
     numbers = random.Random(seed)
     bag: list[FaultKind] = []
@@ -48,7 +48,7 @@ def schedule(
         if not possible:
             bag += [kind for kind in kinds for _ in range(kind.weight)]
             continue
-        # Each kind once before chance decides; and no launcher lives for ever.
+        # Each kind once before chance decides; and a launcher must not live too long.
         ending = [kind for kind in possible if kind.name in ENDS_LAUNCHER and here >= LONGEST]
         fresh = [kind for kind in possible if kind not in seen]
         kind = numbers.choice(ending or fresh or possible)
@@ -65,14 +65,14 @@ def schedule(
 
 
 def nodes_for(world: int, nodes: int) -> int:
-    """How many nodes a world is put on, of so many."""
+    """How many of ``nodes`` a world is put on."""
     return nodes if world % nodes == 0 else 1
 
 
 def _fault(kind: FaultKind, numbers: random.Random, room: int) -> Fault | None:
     point, rank, seed = numbers.choice(kind.points), numbers.random(), numbers.getrandbits(32)
     if kind.target == "checkpoint":
-        # What is damaged is read when the run recovers from something else: that comes first.
+        # Damage is found only when the run recovers from something else, so that comes first.
         if room < 2:
             return None
         second = Fault(kind, RESTORE, 0.0, seed)

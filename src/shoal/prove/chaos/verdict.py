@@ -17,13 +17,13 @@ from shoal.train.files import read_rows
 from shoal.train.metrics.sample_log import Proof
 from shoal.train.run_directory import RunDirectory
 
-# Two curves of sums in another order are the same within this, relative.
+# Relative tolerance for curves whose sums were computed in another order.
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class ChaosVerdict:
-    """``strict``: identical means to the bit; else within the rounding of fp32."""
+    """``strict``: identical means bit-equal; otherwise within fp32 rounding."""
 
     struck: tuple[Struck, ...]
     strict: bool
@@ -40,7 +40,7 @@ class ChaosVerdict:
 
     @property
     def most_redone(self) -> int:
-        """The most steps, not yet committed, that one fault made the run do again."""
+        """The most uncommitted steps that one fault made the run repeat."""
         gone = Counter[int]()
         for one in self.struck:
             if one.resumed is not None:
@@ -48,12 +48,12 @@ class ChaosVerdict:
         return max((count - gone[began] for began, count in self.proof.undone), default=0)
 
     def named(self) -> tuple[int, int]:
-        """Faults that were named right, of those that there was something to name of."""
+        """Faults that were attributed correctly, and the number of faults that could be."""
         judged = [one.named_right for one in self.struck if one.named_right is not None]
         return sum(judged), len(judged)
 
     def recovery(self, *targets: str) -> list[float]:
-        """Seconds from fault to next commit, of faults of these targets."""
+        """Seconds from fault to next commit, for faults of these targets."""
         return [
             one.recovered_s
             for one in self.struck
@@ -101,7 +101,7 @@ class ChaosVerdict:
 
 
 def difference(run: RunDirectory, reference: RunDirectory, strict: bool) -> str:
-    """Where two curves first differ, in words; empty where they do not."""
+    """Where two curves first differ, in words; empty if they do not."""
     mine, theirs = read_rows(run.metrics), read_rows(reference.metrics)
     for one, other in zip(mine, theirs, strict=False):
         same = one["loss_hex"] == other["loss_hex"]
@@ -116,7 +116,7 @@ def difference(run: RunDirectory, reference: RunDirectory, strict: bool) -> str:
 
 
 def weights_differ(run: RunDirectory, reference: RunDirectory, strict: bool) -> str:
-    """Which tensor of the last checkpoints differs first, optimizer states included; empty where none does."""
+    """The first tensor that differs between the last checkpoints, optimizer states included; empty if none does."""
     mine, theirs = (Checkpoint(one.disk, one.disk.committed()[-1]) for one in (run, reference))
     if mine.step != theirs.step:
         return f"the last checkpoint is step {mine.step}, and {theirs.step} without faults"
@@ -129,11 +129,11 @@ def weights_differ(run: RunDirectory, reference: RunDirectory, strict: bool) -> 
 
 
 def steps_lost(struck: Sequence[Struck]) -> int:
-    """Committed steps that a recovery did not go on from although some copy of them was left."""
+    """Committed steps that a recovery did not resume from although a copy of them was left."""
     lost = 0
     for one in struck:
         if one.resumed is not None and not one.in_recovery:
-            # A second fault, which strikes while the run recovers from this one, may take a step of its own.
+            # A second fault, which strikes during recovery, may destroy a step of its own.
             gone = sum(other.gone for other in struck if other.number in (one.number, one.number + 1))
             lost += max(0, one.committed - one.resumed - gone)
     return lost

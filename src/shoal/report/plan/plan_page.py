@@ -1,6 +1,6 @@
-"""``shoal plan --html``: every layout a point, the best few taken apart, curves, cost, ranks on nodes. Needs no torch.
+"""``shoal plan --html``: every layout a point, the best few in detail, curves, cost, ranks on nodes. Needs no torch.
 
-What the page shows for other numbers of GPUs, batches and sequence lengths was computed by the planner before
+What the page shows for other numbers of GPUs, batches and sequence lengths was precomputed by the planner
 (``plan/landscape.py``); ``assets/plan.js`` only looks it up.
 """
 
@@ -42,7 +42,7 @@ SOURCE = "plan --json"
 
 
 def plan_page(found: PlanReport, cells: Sequence[Cell], compared: Sequence[Compared] = ()) -> str:
-    """The whole answer. Everything that a user wrote is escaped."""
+    """The whole answer as a page. All user input is escaped."""
     asked = found.asked
     devices = found.over_devices or over_devices(asked)
     sequences = found.over_sequences or over_sequences(asked)
@@ -101,7 +101,7 @@ def _decision(text: str) -> Markup:
 
 
 def _controls(cells: Sequence[Cell]) -> Markup:
-    """One choice each; what the grid has no cell for is not offered."""
+    """One select per dimension; values without a cell in the grid are not offered."""
     own = cells[0]
     rows = (
         ("GPUs", "devices", sorted({cell.devices for cell in cells}), own.devices),

@@ -1,4 +1,4 @@
-"""Curves over the steps of one run or of several, with what happened marked on them."""
+"""Curves over the steps of one or several runs, with events marked on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.report.markup import Markup, chart, figure, grid
 from shoal.report.run.summary import counted
 from shoal.report.run_files import RunFiles
 
-# Pixels that a curve is drawn for; several runs share them.
+# Pixels per curve; several runs share them.
 PIXELS, FEWEST = 800, 160
 COLOURS = 8
 
@@ -23,7 +23,7 @@ Chart = dict[str, Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run with its events, and how its series are called and coloured: by its number where there are several."""
+    """A run with its events, and how its series are named and coloured: by its index if there are several runs."""
 
     run: RunFiles
     events: list[RunEvent]
@@ -41,7 +41,7 @@ class Drawn:
         return usual if self.alone else self.number % COLOURS + 1
 
     def kept(self, column: Sequence[float | None]) -> list[int]:
-        """Places of rows to draw: those beside an event always."""
+        """Indices of rows to draw; always includes those at an event."""
         steps = self.run.metrics.steps
         near = (bisect_right(steps, event.step) - 1 for event in self.events[:400])
         return thinned(column, self._pixels, (place + by for place in near for by in (0, 1)))
@@ -53,8 +53,8 @@ class Drawn:
     def series(
         self, column: Sequence[float | None], words: str, colour: int, **style: bool
     ) -> list[dict[str, Any]]:
-        """What the page draws; nothing where no row has a value. A long curve is the middle value of every pixel, and
-        pale behind it the least and the greatest; each a row's own. ``exact``: one that does not scatter, as it is.
+        """Series to draw; empty if no row has a value. A long curve shows the median of every pixel and, pale behind
+        it, the minimum and maximum; each is a real row. ``exact``: draw a series without scatter as it is.
         """
         places = self.kept(column)
         if not places:
@@ -89,7 +89,7 @@ class Drawn:
 
 
 def made(runs: Sequence[Drawn], series: Iterable[list[dict[str, Any]]], **more: Any) -> Chart | None:
-    """A chart of the series that there are, with the marks of the runs; None where there are none."""
+    """A chart of all series that exist, with the runs' events; None if there are none."""
     found = [one for several in series for one in several]
     if not found:
         return None

@@ -20,7 +20,7 @@ def section(run: RunFiles) -> Markup:
 
 
 def _mix(run: RunFiles) -> Markup:
-    """Shares of samples, from each step on at which one of them changes."""
+    """Shares of samples, from each step on where one changes."""
     mix = lookup(run.config, "data", "mix")
     parts = [one for one in mix if isinstance(one, dict)] if isinstance(mix, list) else []
     if len(parts) < 2:

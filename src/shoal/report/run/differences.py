@@ -1,17 +1,17 @@
-"""What two or more configs differ in, key by key."""
+"""How two or more configs differ, key by key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Where a run lies, and what it is called, tells it apart without making another run of it.
+# Name and location identify a run without making it a different one.
 PLACE = ("run.name", "run.dir")
 LONGEST = 120
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for every key that not all have the same value of."""
+    """A row for every key whose values are not all equal."""
     flat = [dict(_flat(config)) for config in configs]
     keys = sorted({key for one in flat for key in one})
     rows = []

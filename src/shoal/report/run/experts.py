@@ -1,4 +1,4 @@
-"""Experts' load over the run: tokens that each was sent, all layers together."""
+"""Experts' load over the run: tokens sent to each, summed over layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal.report.markup import Markup, chart, figure, grid
 from shoal.report.numbers import percent
 from shoal.report.run.curves import Chart, Drawn, made
 
-# More experts than this share a row.
+# With more experts than this, several share a row.
 MOST_ROWS = 64
 
 

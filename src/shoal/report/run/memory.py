@@ -13,12 +13,12 @@ from shoal.report.numbers import size
 from shoal.report.run.curves import Chart, Drawn, made
 from shoal.report.run_files import RunFiles, lookup
 
-# Ranks that have a bar each; more are cells of a field.
+# Up to this many ranks get a bar each; more become cells of a heat map.
 FEW = 16
 
 
 def ledger_parts(found: Any) -> dict[str, float]:
-    """Bytes by category; what is tracked by itself is a part of one."""
+    """Bytes by category; what is tracked separately is part of one."""
     parts = dict.fromkeys(CATEGORIES, 0.0)
     for name, value in found.items() if isinstance(found, dict) else ():
         kind = PART_OF.get(name, name)
@@ -28,7 +28,7 @@ def ledger_parts(found: Any) -> dict[str, float]:
 
 
 def bars(run: RunFiles) -> list[tuple[Bar, str]]:
-    """Predicted first, then what was measured, each with the field that it is from."""
+    """Predicted first, then measured, each with the field it comes from."""
     found = []
     if is_number(lookup(run.plan, "memory", "peak_allocated")):
         memory = run.plan["memory"]

@@ -11,7 +11,7 @@ from shoal.report.numbers import percent
 from shoal.report.run_files import RunFiles, lookup
 from shoal.report.timeline import drawn
 
-# Computations in one picture; more micro-batches repeat the pattern.
+# The most computations in one picture; more micro-batches repeat the pattern.
 MOST_BOXES = 1500
 
 

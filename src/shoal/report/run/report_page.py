@@ -1,4 +1,4 @@
-"""``report.html``: everything that a run directory says, on one page; several runs next to each other."""
+"""``report.html``: everything in a run directory on one page; several runs side by side."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONTROLS = Markup(
 
 
 def report_page(paths: Sequence[Path]) -> tuple[str, list[RunSummary]]:
-    """The page, and the runs in numbers. BadInput where one of the paths holds no run."""
+    """The page, and the runs' summaries. Raises BadInput if a path holds no run."""
     runs = [read_run(path) for path in paths]
     happened = [events(run) for run in runs]
     drawn = [

@@ -1,4 +1,4 @@
-"""Where and with what a run was made, and how to make it again."""
+"""Where and with what a run was made, and how to reproduce it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that the model wrote during training, so that one sees it learn."""
+"""Text that the model generated during training, so that one can watch it learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST, LONGEST, LONGEST_PROMPT = 10, 700, 160
 
 
 def section(run: RunFiles) -> Markup:
-    """Of the prompt that comes first, evenly spread over the run; the first and the last always."""
+    """Samples of the first prompt, evenly spread over the run, always including the first and the last."""
     rows = [row for row in run.samples if is_number(row.get("step")) and isinstance(row.get("text"), str)]
     if not rows:
         return Markup("")

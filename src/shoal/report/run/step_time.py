@@ -1,4 +1,4 @@
-"""The time of a step: its parts, predicted and measured, and how it went over the run."""
+"""The time of a step: its parts, predicted and measured, and how it changed over the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.report.numbers import duration
 from shoal.report.run.curves import Chart, Drawn, made
 from shoal.report.run_files import RunFiles, lookup
 
-# A run's own rows know how long a step took and how long it had no input.
+# A run's own rows only say how long a step took and how long it waited for input.
 KINDS = {**SPENT, "input_wait": ("waiting for input", 2), "undivided": ("not broken down", 9)}
 
 

@@ -34,16 +34,16 @@ class RunSummary:
     tokens: float | None
     step_s: float | None  # the median, without the first steps
     predicted_step_s: float | None
-    guessed: bool  # the prediction, by rates that were never measured
+    guessed: bool  # the prediction used rates that were never measured
     tokens_per_s: float | None
     mfu: float | None
     memory_peak: float | None
-    training_s: float  # of all steps together
+    training_s: float  # sum over all steps
     faults: dict[str, int]
     restarts: int
     version: str | None
     mean_over: str = "token"
-    validated_on: str = ""  # the set, where there are several
+    validated_on: str = ""  # the set, if there are several
 
     def tiles(self) -> list[Tile]:
         of = f"of {self.steps:,}" if self.steps is not None else ""
@@ -128,13 +128,13 @@ def summary(run: RunFiles, happened: list[RunEvent]) -> RunSummary:
 
 
 def counted(rows: Columns) -> str:
-    """What the loss is a mean over: a token, or a pair."""
+    """What the loss is a mean over: tokens or pairs."""
     measured = (one for one in LOSSES.values() if one.measures and set(one.measures) <= rows.numbers.keys())
     return next((one.counted for one in measured), "token")
 
 
 def _watched(run: RunFiles) -> str:
-    """Of several validation sets, the one whose loss ``heldout_loss`` repeats."""
+    """The validation set whose loss ``heldout_loss`` repeats, if there are several."""
     sets = {name: found for name, found in run.metrics.validation.items() if found}
     if len(sets) < 2:
         return ""

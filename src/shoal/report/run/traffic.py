@@ -1,4 +1,4 @@
-"""Traffic of a step: what a rank sends and receives, by operation and group, and the link that it crosses."""
+"""Traffic of a step: what a rank sends and receives, by operation and group, and the link it crosses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(found: Any) -> list[Row]:
 
 
 def links(run: RunFiles) -> Callable[[str], str]:
-    """The slowest link that a group's ranks cross, by the run's own cluster and layout."""
+    """Returns a function that gives the slowest link that a group's ranks cross in the run's cluster and layout."""
     try:
         cluster = Cluster.model_validate(run.manifest.get("cluster"))
         model = Model.model_validate(run.manifest.get("model"))

@@ -1,4 +1,4 @@
-"""Write a run's report where the run is, and say where."""
+"""Write a run's report into the run directory, and say where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPORT = "report.html"
 
 
 def write_report(paths: Sequence[Path], to: Path | None = None) -> tuple[Path, list[RunSummary]]:
-    """By default ``report.html`` in the run's own directory; that of several runs is named by the caller."""
+    """Defaults to ``report.html`` in the run's directory; for several runs the caller chooses the path."""
     if to is None and len(paths) > 1:
         raise BadInput(
             "a report of several runs belongs to none of them", "--to FILE, such as --to runs.html"
@@ -25,7 +25,7 @@ def write_report(paths: Sequence[Path], to: Path | None = None) -> tuple[Path, l
     if not target.parent.is_dir() and to is not None:
         raise BadInput(f"--to {target}: there is no directory {target.parent}", "a directory that exists")
     text, found = report_page(paths)
-    with private_files():  # it holds what the run directory holds
+    with private_files():  # it contains what the run directory contains
         try:
             replace_text(target, text)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Follow a run's own files: only new rows are read, so that a run of a million steps can be watched. Needs no torch."""
+"""Follow a run's files: only new rows are read, so that a run of a million steps can be watched. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from shoal.report.columns import Columns, is_number
 from shoal.report.events import RunEvent, events
 from shoal.report.run_files import RUNNING, RunFiles, lookup, read_run
 
-# Bytes of a log's end that are looked at, and lines that are shown.
+# Bytes at a log's end to read, and lines to show.
 LOG_BYTES, LOG_LINES = 1 << 16, 200
-# Ranks that are looked at one by one.
+# The most ranks to examine individually.
 MOST_RANKS = 512
-# Steps that the pace of a run is taken over.
+# Steps over which a run's pace is averaged.
 PACE = 20
 
 
 @dataclass(frozen=True)
 class RankView:
-    """What a rank does now, as far as its machine is this one or shares its files."""
+    """What a rank does now, if its machine is this one or shares its files."""
 
     rank: int
     phase: str
     step: int
-    entered: int  # collectives, of all its groups
-    behind: int  # collectives that a peer of one of its groups has entered and this rank has not
-    alive: bool  # its heart has beaten since the last look
+    entered: int  # number of collectives, over all its groups
+    behind: int  # collectives that a peer in one of its groups has entered and this rank has not
+    alive: bool  # a heartbeat came since the last look
     memory: int | None  # bytes
-    memory_is: str  # which bytes these are
+    memory_is: str  # what kind of bytes these are
 
 
 class RunFollower:
-    """Asked again and again, ``look`` tells how the run stands."""
+    """Call ``look`` repeatedly for the run's current state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,13 +50,13 @@ class RunFollower:
         self.look()
 
     def look(self) -> RunFiles:
-        """All that is known now."""
+        """Everything known now."""
         self._read_rows()
         self.run = read_run(self.path, self._rows)
         return self.run
 
     def _read_rows(self) -> None:
-        """What the file has gained, up to its last whole line; a resume puts a shorter file in its place."""
+        """Read new rows up to the last whole line; a resume replaces the file by a shorter one."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -75,7 +75,7 @@ class RunFollower:
             self._rows.sort()
 
     def ranks(self) -> list[RankView]:
-        """Every rank that keeps a flight record here, or of which memory is known."""
+        """Every rank with a flight record here, or with known memory."""
         running = self.run.state == RUNNING
         world = min(self.run.world or 0, MOST_RANKS)
         seen = {rank: self._snapshot(rank) for rank in range(world)}
@@ -110,12 +110,12 @@ class RunFollower:
         reader = self._readers.setdefault(rank, FlightReader(self.path / ".flight" / f"rank-{rank:05d}"))
         try:
             snapshot = reader.look()
-        except (ValueError, KeyError, TypeError):  # of another version
+        except (ValueError, KeyError, TypeError):  # written by another version
             return None
         return None if snapshot is None or (snapshot.phase == END and self.run.state != RUNNING) else snapshot
 
     def log(self, rank: int, lines: int = LOG_LINES) -> list[str]:
-        """The end of a rank's log, without secrets: while a rank writes, its log still has them."""
+        """The end of a rank's log, redacted: while a rank writes, its log may still contain secrets."""
         return log_tail(self.path / "logs" / f"rank-{rank:05d}.log", lines)
 
 
@@ -132,7 +132,7 @@ def log_tail(path: Path, lines: int) -> list[str]:
 
 
 def _resident(pid: int) -> int | None:
-    """Bytes of a process's resident set; None where it is not of this machine."""
+    """Bytes of a process's resident set; None if it is not on this machine."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -141,13 +141,13 @@ def _resident(pid: int) -> int | None:
 
 
 def stragglers(run: RunFiles) -> list[str]:
-    """What the run last said of ranks that are slower than their peers."""
+    """The run's last report on ranks slower than their peers."""
     told = [row for row in run.faults if row.get("kind") == "straggler"]
     return [redact(str(row.get("action", "")))[:300] for row in told[-3:]]
 
 
 def seconds_left(run: RunFiles) -> float | None:
-    """At the pace of the last steps; None where it is over, or not known."""
+    """At the pace of the last steps; None if the run is over, or the pace is unknown."""
     recent = [value for value in run.metrics.column("step_s")[-PACE:] if value is not None]
     if run.state != RUNNING or run.steps is None or not recent:
         return None
@@ -155,7 +155,7 @@ def seconds_left(run: RunFiles) -> float | None:
 
 
 def happened(run: RunFiles, most: int = 50) -> list[RunEvent]:
-    """The last events, the newest first."""
+    """The last events, newest first."""
     return list(reversed(events(run)[-most:]))
 
 

@@ -1,4 +1,4 @@
-"""A curve in a terminal, of braille dots: eight to a letter."""
+"""A curve in a terminal, in braille dots: eight per character."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def plotted(values: Sequence[float | None], width: int, height: int, plain: bool = False) -> list[str]:
-    """``height`` lines of ``width`` letters with the whole curve, the least at the bottom; ``plain``: in ASCII."""
+    """``height`` lines of ``width`` characters with the whole curve, smallest values at the bottom; ``plain``: in
+    ASCII.
+    """
     known = [value for value in values if value is not None]
     if not known or width < 1 or height < 1:
         return [" " * max(0, width)] * max(0, height)
@@ -29,7 +31,7 @@ def plotted(values: Sequence[float | None], width: int, height: int, plain: bool
             round((most - value) / (most - least or 1.0) * (down - 1)) for value in (max(here), min(here))
         ]
         first, last = rows
-        if before is not None and not plain:  # an unbroken line
+        if before is not None and not plain:  # keep the line unbroken
             first, last = min(first, before), max(last, before)
         before = rows[1]
         for row in range(first, last + 1):

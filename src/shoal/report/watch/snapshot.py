@@ -1,4 +1,4 @@
-"""What the live page is told each time it asks: plain JSON."""
+"""What the live page gets on each request: plain JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.report.watch.follow import RunFollower, happened, seconds_left, strag
 
 
 def snapshot(follower: RunFollower) -> dict[str, Any]:
-    """How the run stands now; nothing in it is markup."""
+    """The run's current state; contains no markup."""
     run = follower.look()
     told = events(run)
     found = summary(run, told)

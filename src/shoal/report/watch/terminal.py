@@ -27,7 +27,7 @@ MOST_RANKS, MOST_EVENTS, LOG_LINES = 16, 6, 8
 
 
 def watch(follower: RunFollower, console: Console, rank: int, once: bool) -> None:
-    """Until it is interrupted; ``once``: one frame, for a pipe or a person in a hurry."""
+    """Runs until interrupted; ``once``: one frame, for a pipe or a quick look."""
     if once or not console.is_terminal:
         follower.look()
         console.print(frame(follower, console, rank))
@@ -88,7 +88,7 @@ def _numbers(follower: RunFollower) -> str:
 
 
 def _curves(rows: Columns, width: int, plain: bool) -> RenderableType:
-    """Loss and throughput next to each other, or beneath where the terminal is narrow."""
+    """Loss and throughput side by side, or stacked on a narrow terminal."""
     side = width >= 100
     each = max(20, (width - 3) // 2 if side else width)
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -117,7 +117,7 @@ def _curve(
 
 
 def _ranks(ranks: Sequence[RankView], running: bool) -> Table | None:
-    """Those that lag first, where there are more than fit."""
+    """Ranks that lag first, if there are more than fit."""
     known = [one for one in ranks if one.phase or one.memory is not None]
     if not known:
         return None

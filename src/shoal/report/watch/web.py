@@ -1,7 +1,8 @@
-"""The live view as a page: a small server on loopback, which tells what the run's files say and changes nothing.
+"""The live view as a page: a small server on loopback, which serves what the run's files say and changes nothing.
 
-Only this machine can open it. Bound to anything else, it asks for a token. A page of another site could have a browser
-ask it under that site's name (DNS rebinding): on loopback, only requests by a loopback name are answered.
+Only this machine can open it; bound to any other address, it requires a token. A page of another site could make a
+browser send requests under that site's name (DNS rebinding): on loopback, only requests to a loopback name are
+answered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
 class WatchServer(ThreadingHTTPServer):
-    """``with`` it, requests are answered in threads; ``address`` is what to open."""
+    """Use it as a context: requests are answered in threads; ``address`` is the URL to open."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -66,16 +67,16 @@ class WatchServer(ThreadingHTTPServer):
         self.server_close()
 
     def state(self) -> str:
-        """One request looks at a time: the follower remembers how far it has read."""
+        """One request at a time: the follower remembers how far it has read."""
         with self._looking:
             return embedded(snapshot(self.follower))
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone away is no error of ours, and nothing for the terminal."""
+        """A browser that has disconnected is not our error, and nothing for the terminal."""
 
 
 class WatchHandler(BaseHTTPRequestHandler):
-    """Three addresses, all of them read-only: the page, the state, the end of a log."""
+    """Three URLs, all read-only: the page, the state, the end of a log."""
 
     server: WatchServer
     server_version, sys_version = "shoal", ""
@@ -106,7 +107,7 @@ class WatchHandler(BaseHTTPRequestHandler):
             return True
         given = query.get("token", [""])[0]
         if given and path == "/" and hmac.compare_digest(given.encode(), self.server.token.encode()):
-            # It goes into a cookie and out of the address, which is kept in histories.
+            # The token moves into a cookie and out of the URL, which browsers keep in their history.
             self.send_response(HTTPStatus.SEE_OTHER)
             self.send_header("Set-Cookie", f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
             self.send_header("Location", "/")
@@ -152,7 +153,7 @@ class WatchHandler(BaseHTTPRequestHandler):
         self._answer(f"{text}\n", "text/plain; charset=utf-8", status)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Requests of the page are no news."""
+        """Silent: requests of the page are not worth a line."""
 
 
 def is_loopback(host: str) -> bool:

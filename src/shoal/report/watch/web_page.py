@@ -1,4 +1,4 @@
-"""The markup of the live page; ``assets/watch.js`` fills it with what the server tells."""
+"""The markup of the live page; ``assets/watch.js`` fills it with the server's data."""
 
 from __future__ import annotations
 

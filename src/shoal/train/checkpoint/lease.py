@@ -1,7 +1,7 @@
 """The lock of a run whose state is in an object store: a note there that its holder renews. Needs no torch.
 
-A store has no lock that ends with its holder. So the note counts upwards while the holder lives; who finds it standing
-still for long enough takes it over. No clocks are compared, for those of two machines may differ.
+A store has no lock that ends with its holder. So the holder keeps incrementing a counter in the note; another process
+that sees it stand still for long enough takes over. No clocks are compared, because those of two machines may differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.train.files import replace_text
 from shoal.train.guard.processes import is_gone, process_space, started
 
 LOCK = "lock.json"
-# Names the directory of a run: its own lock is held, so a note with the same name is of a process that is dead.
+# Names the run's directory. Its own lock is held, so an old note with the same name belongs to a dead process.
 DIRECTORY = ".holder"
 RENEW_SECONDS, LAPSE_SECONDS = 5.0, 20.0
 LOOK_SECONDS = 1.0
@@ -33,7 +33,9 @@ LOOK_SECONDS = 1.0
 def leased(
     store: ObjectStore, run: Path, say: Callable[[str], None], lost: Callable[[], None]
 ) -> Iterator[None]:
-    """Hold what lies there for the run in this directory, whose own lock is held. ``lost``: another has taken it."""
+    """Hold the lock on the store for the run in this directory, whose own lock is held. ``lost`` is called if
+    another process has taken it.
+    """
     mine = {"holder": secrets.token_hex(8), "directory": _name_of(run), **_this_process()}
     _wait_until_free(store, mine, say)
     _renew(store, mine, 0)
@@ -43,7 +45,7 @@ def leased(
         beat = 0
         while not over.wait(RENEW_SECONDS):
             beat += 1
-            with contextlib.suppress(OSError):  # a store that does not answer now may do so later
+            with contextlib.suppress(OSError):  # a store that does not respond now may later
                 found = _read(store)
                 if found and found.get("holder") != mine["holder"]:
                     say(f"{store.url} is held by another run now ({_whose(found)}): stopping")
@@ -82,7 +84,7 @@ def _wait_until_free(store: ObjectStore, mine: dict[str, Any], say: Callable[[st
 
 
 def _is_over(found: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Whether its holder is known to be dead."""
+    """Whether the holder is known to be dead."""
     if found.get("directory") == mine["directory"]:
         return True
     here = all(found.get(key) == mine[key] for key in ("host", "space"))

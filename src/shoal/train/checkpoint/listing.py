@@ -25,21 +25,21 @@ from shoal.train.checkpoint.storage import (
 from shoal.train.run_directory import UNKNOWN, RunDirectory
 
 DISK, MEMORY, ASIDE = "disk", "memory", "set aside"
-# A reason is one line; a file of that name may be anything.
+# A reason should be one line, but a file of that name may hold anything.
 LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint that is there, as its manifest describes it."""
+    """An existing checkpoint, as its manifest describes it."""
 
     place: CheckpointStorage
     step: int
     where: str  # DISK, MEMORY or ASIDE
-    manifest: Manifest | None  # None where it cannot be read
-    of_run: Model | None  # the model of the run that it lies in, where that is known
-    damage: str = ""  # what is known to be wrong with it, without having read its tensors
-    continued: bool = False  # the one that a run would continue from
+    manifest: Manifest | None  # None: unreadable
+    of_run: Model | None  # the model of the run that it is in, if known
+    damage: str = ""  # known damage, found without reading its tensors
+    continued: bool = False  # the run would resume from this one
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class ListedCheckpoint:
 
     @property
     def written(self) -> float | None:
-        """When, in seconds since 1970; None where the place does not tell."""
+        """When it was written, in seconds since 1970; None if the place does not say."""
         if not isinstance(self.place, DirectoryStorage):
             return None
         try:
@@ -58,7 +58,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointVerdict:
-    """What reading every byte of a checkpoint has shown."""
+    """The result of reading every byte of a checkpoint."""
 
     found: ListedCheckpoint
     bytes: int
@@ -67,14 +67,14 @@ class CheckpointVerdict:
 
 
 class _One(DirectoryStorage):
-    """A directory that holds one checkpoint, whatever it is called."""
+    """A directory that holds one checkpoint, under any name."""
 
     def at(self, step: int) -> Path:
         return self.path
 
 
 def list_checkpoints(path: Path) -> list[ListedCheckpoint]:
-    """Every checkpoint of a run, oldest first, or the one that is named."""
+    """Every checkpoint of a run, oldest first; or only the given one, if ``path`` is a checkpoint."""
     step = step_of(path.name)
     if path.is_dir() and step is not None:
         return [_look(DirectoryStorage(path.parent), step, DISK, _run_around(path).model())]
@@ -84,7 +84,7 @@ def list_checkpoints(path: Path) -> list[ListedCheckpoint]:
 
 
 def newest_sound(path: Path) -> ListedCheckpoint:
-    """The checkpoint that is named, or the one that a run would continue from."""
+    """The given checkpoint, or the one that the run would resume from."""
     found = list_checkpoints(path)
     sound = [one for one in found if one.continued or (len(found) == 1 and not one.damage)]
     if sound:
@@ -99,7 +99,7 @@ def newest_sound(path: Path) -> ListedCheckpoint:
 
 
 def run_of(path: Path) -> Path | None:
-    """The directory of the run that a checkpoint lies in, or that is named; None where there is none."""
+    """The directory of the run, or of the run that a checkpoint is in; None if there is none."""
     for folder in (path, path.absolute().parent, path.absolute().parent.parent):
         if (folder / "config.toml").is_file():
             return folder
@@ -108,7 +108,7 @@ def run_of(path: Path) -> Path | None:
 
 def verify(found: ListedCheckpoint) -> CheckpointVerdict:
     """Read and check every byte."""
-    # Who only lists does not wait for torch.
+    # Plain listing should not wait for torch.
     from shoal.train.checkpoint.read import Checkpoint
 
     began = time.perf_counter()
@@ -122,18 +122,18 @@ def verify(found: ListedCheckpoint) -> CheckpointVerdict:
 
 
 def _run_around(checkpoint: Path) -> RunDirectory:
-    """Where one would be, were this one of its checkpoints."""
+    """Where the run would be if this directory were one of its checkpoints."""
     return RunDirectory(checkpoint.absolute().parent.parent)
 
 
 def _run(path: Path) -> RunDirectory:
-    """The run that a path is of: its directory, or that of its checkpoints."""
+    """The run at a path: the run's directory, or its directory of checkpoints."""
     signs = (path / "config.toml", path / "checkpoints")
     if path.is_dir() and any(sign.exists() for sign in signs):
         return RunDirectory(path)
     if path.is_dir() and (path.name == "checkpoints" or any(map(_is_checkpoint, path.iterdir()))):
         run = RunDirectory(path.parent)
-        # Checkpoints that were copied somewhere have no run around them; and it is these that are meant.
+        # Checkpoints copied elsewhere have no run around them, and these are the ones meant.
         run.checkpoints = path
         run.keep_in(None)
         return run
@@ -152,7 +152,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _step_aside(path: Path) -> int | None:
-    """Of damaged-step-00000007, or the second of that name, damaged-step-00000007.1."""
+    """The step in damaged-step-00000007, or in damaged-step-00000007.1, the second of that name."""
     name = path.name.removeprefix(DAMAGED)
     return step_of(name.partition(".")[0]) if name != path.name else None
 
@@ -186,7 +186,7 @@ def _look_aside(path: Path, step: int, of_run: Model | None) -> ListedCheckpoint
 
 
 def _look(place: CheckpointStorage, step: int, where: str, of_run: Model | None) -> ListedCheckpoint:
-    """By its manifest and the sizes of its files."""
+    """Check its manifest and the sizes of its files."""
     name = place.name(step)
     manifest = None
     try:
@@ -202,9 +202,9 @@ def _look(place: CheckpointStorage, step: int, where: str, of_run: Model | None)
 
 
 def _continued(found: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """All of these in order, the one marked that a run would continue from: the newest without known damage."""
+    """All of these in order, with the one marked that a run would resume from: the newest without known damage."""
     sound = [one for one in found if not one.damage]
-    # Of the same step that in memory, as ``keep.newest_first`` has it.
+    # For the same step the one in memory wins, as in ``keep.newest_first``.
     newest = max(sound, key=lambda one: (one.step, one.where == MEMORY), default=None)
     marked = [replace(one, continued=one is newest) for one in found]
     return sorted(marked, key=lambda one: (one.step, one.where))

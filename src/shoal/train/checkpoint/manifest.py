@@ -1,7 +1,7 @@
-"""The manifest: every piece of a checkpoint with its hash, and its own hash. Needs no torch.
+"""The manifest: every piece of a checkpoint with its hash, and the manifest's own hash. Needs no torch.
 
-The hash shows accidental changes. A deliberate change comes with a new hash, so what is written down twice (the model
-and its tensors, the samples and the recipe) must agree.
+The hash detects accidental changes. A deliberate change can bring a new hash, so facts that are written twice (the
+model and its tensors, the samples and the recipe) must agree.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from shoal.facts.recipe import RampStage
 from shoal.facts.sample_clock import SampleClock
 from shoal.facts.stored_states import Keeps, StoredBox, factored_shape, stored_boxes
 
-# A manifest that lists all pieces; and one some of whose pieces are in lists of their own (``parts.py``).
+# Manifest formats: all pieces listed, or some pieces in separate lists (``parts.py``).
 FORMAT, IN_PARTS = 2, 3
 NAME = "manifest.json"
 
-# A manifest says how much is to be read, so it is held to limits before anything is allocated: far beyond any model.
+# A manifest says how much to read, so it is checked against limits, far beyond any model, before anything is allocated.
 LARGEST_MANIFEST = 1 << 30
 LARGEST_TENSOR = 1 << 44  # elements
 LARGEST_COUNT = 1 << 62  # of anything: bytes, steps, samples
 LARGEST_FILE = 1 << 50
-MOST_DIMENSIONS = 5  # a convolution's over volumes
+MOST_DIMENSIONS = 5  # of a convolution over volumes
 LONGEST_NAME = 200  # of a file
 LONGEST_MESSAGE = 2000
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-# Also of a module of the user's own, whose buffers count and mark.
+# Also for a user's own module, whose buffers may be counts and masks.
 ITEM_BYTES |= {"float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
-# What the identity of a module of the user's own says: which it is, and of which tensors there is which state.
+# Keys in the identity of a user's own module: which module it is, and which tensors have which states.
 MODULE, MODULE_STATES = "library.module", "library.states"
 
 
 class Damaged(Exception):
-    """A checkpoint that does not hold what it says. It is never loaded."""
+    """A checkpoint whose content does not match its manifest. It is never loaded."""
 
     def __init__(self, what: str) -> None:
-        """``what`` may quote anything that was found: as text it neither fills a log nor moves a terminal's cursor."""
+        """``what`` may quote anything found in a file, so it is sanitised: it can neither fill a log nor move a
+        terminal's cursor.
+        """
         super().__init__((what if what.isprintable() else ascii(what)[1:-1])[:LONGEST_MESSAGE])
 
 
@@ -60,17 +62,17 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 
 
 class StoredPiece(BaseModel):
-    """A box of one tensor, and where its bytes lie. Tensor names and shapes are Hugging Face's."""
+    """A box of one tensor, and where its bytes are. Tensor names and shapes are Hugging Face's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensor: str
-    state: str  # "weight", or the optimizer's name for it: "exp_avg", …
+    state: str  # "weight", or the optimizer's name for the state: "exp_avg", …
     dtype: str
     offset: tuple[Count, ...]  # of the box, in the tensor
     size: tuple[Count, ...]  # of the box
     file: str
-    position: Count  # of its bytes, in the file
+    position: Count  # of its bytes in the file
     bytes: Count
     hash: str
 
@@ -82,20 +84,20 @@ class StoredPiece(BaseModel):
 
 
 class ListedPart(BaseModel):
-    """The pieces of one rank's file, in a list beside it."""
+    """The pieces of one rank's file, listed in a file beside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    file: str  # the list
+    file: str  # name of the list
     bytes: Count  # of the list
     hash: str
-    of: str  # the file whose pieces it lists
+    of: str  # the file whose pieces are listed
     size: Count  # of that file
     pieces: Count  # how many
 
 
-# Evenly spaced parts, whose boxes of a tensor are evenly spaced: the first part, the step from one to the next, how
-# many; and of their boxes the first offset, the steps, and the size.
+# Evenly spaced parts whose boxes of a tensor are evenly spaced too: first part, step between parts, number of parts;
+# and the boxes' first offset, step and size.
 PartRun = tuple[Count, Count, Count, tuple[Count, ...], tuple[Count, ...], tuple[Count, ...]]
 
 
@@ -106,7 +108,7 @@ class Manifest(BaseModel):
 
     format: int = FORMAT
     step: Count
-    samples: Count  # used so far: with the recipe's seed, the position in the data
+    samples: Count  # used so far: with the recipe's seed, this is the position in the data
     model: dict[str, Any]
     identity: dict[str, Any]  # what a resume must have in common: recipe and data
     recipe: str  # the hash of ``identity``
@@ -115,7 +117,7 @@ class Manifest(BaseModel):
     shapes: dict[str, tuple[Count, ...]]  # of every whole tensor
     pieces: tuple[StoredPiece, ...]
     parts: tuple[ListedPart, ...] = ()
-    states: tuple[str, ...] = ()  # that there are in parts
+    states: tuple[str, ...] = ()  # states listed in parts
     index: dict[str, dict[str, tuple[PartRun, ...]]] = {}  # which parts have pieces of a tensor
 
     def to_text(self) -> str:
@@ -128,22 +130,22 @@ class Manifest(BaseModel):
 
     @property
     def count(self) -> int:
-        """Of all pieces, also those in lists of their own."""
+        """The number of pieces, including those in separate lists."""
         return len(self.pieces) + sum(part.pieces for part in self.parts)
 
     def shape_of(self, state: str, tensor: str) -> tuple[int, ...] | None:
-        """Of a state of a whole tensor; None where there is no such tensor."""
+        """The shape of a whole tensor's state; None if there is no such tensor."""
         if state not in OF_MATRICES:
             return self.shapes.get(tensor)
         return factored_shape(self.parsed_model, state, tensor)
 
     @cached_property
     def parsed_model(self) -> Model:
-        """Raises ``Damaged`` where it is none."""
+        """The model. Raises ``Damaged`` if it is not a valid one."""
         return _model(self, "manifest")
 
     def file_sizes(self) -> dict[str, int]:
-        """How long each file is: pieces fill it without a gap."""
+        """The length of each file: pieces fill it without a gap."""
         sizes: Counter[str] = Counter()
         for piece in self.pieces:
             sizes[piece.file] += piece.bytes
@@ -154,7 +156,7 @@ class Manifest(BaseModel):
 
 
 def is_file_name(name: object) -> bool:
-    """Whether it can be that of a file of a checkpoint, and of nothing outside; not the manifest's own."""
+    """Whether this can name a checkpoint's file and nothing outside it; the manifest's own name cannot."""
     plain = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name)
     return bool(plain) and name != NAME and len(str(name)) <= LONGEST_NAME
 
@@ -164,7 +166,7 @@ def identity_hash(identity: dict[str, Any]) -> str:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """A manifest from its bytes, every one of which counts; the pieces are verified as they are read.
+    """Parse and verify a manifest; pieces are verified as they are read.
 
     ``where``: for messages.
     """
@@ -184,9 +186,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     except ValidationError as error:
         raise Damaged(f"{where} is not a manifest: {first_fault(error)}") from None
     except (ValueError, RecursionError) as error:
-        # What is nested too deeply to be written was not written by us.
+        # Nesting too deep to be written again was not written by us.
         raise Damaged(f"{where} is not a manifest: {error}") from None
-    # Written again it must be the same to the byte, its hash included: a changed blank is a change too.
+    # Written again it must be identical to the byte, hash included: even changed whitespace is a change.
     if again != content:
         raise Damaged(f"{where} was changed after it was written: its hash does not match")
     _check(manifest, where)
@@ -195,7 +197,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    """Whatever a manifest says that no writer of ours would: it may have been made to do harm."""
+    """Refuse whatever our writer would never write: the manifest may be malicious."""
     numbers = [*manifest.scalars.values(), manifest.heldout_loss or 0.0]
     if not all(map(math.isfinite, numbers)):
         raise Damaged(f"{where} holds a number that is not finite")
@@ -219,7 +221,7 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _check_index(manifest: Manifest, where: str) -> None:
-    """Refuse an index that leads nowhere."""
+    """Refuse an index with invalid entries."""
     for kind, tensors in manifest.index.items():
         for tensor, runs in tensors.items():
             shape = manifest.shape_of(kind or "weight", tensor)
@@ -233,7 +235,7 @@ def _check_index(manifest: Manifest, where: str) -> None:
 
 
 def check_complete(manifest: Manifest, where: str) -> None:
-    """Of a manifest that has all pieces: they fill their files, and make up their tensors."""
+    """Check a manifest that lists all pieces: they must fill their files and cover their tensors."""
     for piece in manifest.pieces:
         check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
     in_order = sorted(manifest.pieces, key=lambda piece: (piece.file, piece.position))
@@ -264,8 +266,9 @@ def check_piece(piece: StoredPiece, shape: tuple[int, ...] | None, where: str) -
 
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
-    """Every element of a tensor once; and a state of one tensor is a state of all that the optimizer keeps it of, or a
-    restore would miss it."""
+    """Check that every element of a tensor is covered once, and that a state of one tensor exists for all tensors
+    the optimizer keeps it for; otherwise a restore would leave some unset.
+    """
     by_state: dict[str, dict[str, list[StoredPiece]]] = {"weight": {}}
     for piece in manifest.pieces:
         by_state.setdefault(piece.state, {}).setdefault(piece.tensor, []).append(piece)
@@ -287,7 +290,7 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         for name, pieces in by_tensor.items():
             boxes = ((piece.offset, piece.size) for piece in pieces)
             whole = name in expected and cover_alike(expected[name], boxes)
-            # Of a fused tensor some may be frozen, which rests as it is used.
+            # Parts of a fused tensor may be frozen and stored in their compute dtype.
             alike = len({piece.dtype for piece in pieces}) == 1 or (keeps.groups and state == "weight")
             if not alike or not whole:
                 raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
@@ -313,7 +316,7 @@ BATCH, RAMP = "recipe.batch", "recipe.batch_ramp"
 def check_agrees(manifest: Manifest, where: str, of_run: Model | None = None) -> None:
     """Refuse a manifest whose parts contradict each other. ``where``: for messages.
 
-    ``of_run``: the model of the run that it lies in, where that is known.
+    ``of_run``: the model of the run that it is in, if known.
     """
     if MODULE not in manifest.identity:
         _check_model(manifest, where, of_run)
@@ -367,7 +370,7 @@ def _model(manifest: Manifest, where: str) -> Model:
 
 
 def _check_shapes(model: Model, manifest: Manifest, where: str) -> None:
-    # Side by side, and no further than the first that differs: a model may claim to have millions of tensors.
+    # Side by side, stopping at the first difference: a malicious model may claim millions of tensors.
     for parameter, found in zip_longest(parameters(model), manifest.shapes.items()):
         ours = (parameter.name, parameter.shape) if parameter is not None else None
         if ours != found:

@@ -1,7 +1,7 @@
 """In-memory checkpoints, which outlive the processes that wrote them. Needs no torch.
 
-They are checkpoints like those on disk, in a file system that lives in memory: a rank that is lost costs what came
-after the last step, and not what came after the last commit to a disk.
+They have the same format as those on disk, in a memory-backed file system: losing a rank costs only the work since the
+last step, not since the last commit to disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 names are drawn at random, and th
 
 
 def memory_place(run_id: str, node: str = "0") -> DirectoryStorage:
-    """``run_id`` was drawn when the run began, so that no other run's memory is ever taken for its own."""
+    """``run_id`` was drawn when the run began, so a run never takes another run's memory for its own."""
     return DirectoryStorage(_root(run_id) / f"node-{node}", durable=False)
 
 
@@ -37,20 +37,21 @@ def forget(run_id: str) -> None:
 
 
 def flight_place(run_id: str, node: str) -> Path:
-    """Where the ranks of this machine record what they do, of several: a shared file system would have to write down
-    every heartbeat of each of them."""
+    """Where the ranks of this machine record what they do, if there are several machines: a shared file system would
+    have to write every heartbeat of each rank.
+    """
     return _root(run_id, "-flight") / f"node-{node}"
 
 
 def forget_flights(run_id: str, node: str) -> None:
     root = _root(run_id, "-flight")
     shutil.rmtree(root / f"node-{node}", ignore_errors=True)
-    with contextlib.suppress(OSError):  # others are there
+    with contextlib.suppress(OSError):  # others remain in it
         root.rmdir()
 
 
 def _root(run_id: str, what: str = "") -> Path:
-    # Without such a file system what is kept there lies on a disk: slower, and no worse.
+    # Without such a file system, use a disk: slower, but no worse.
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     root = base / f"shoal-{os.getuid()}-{run_id}{what}"
     try:

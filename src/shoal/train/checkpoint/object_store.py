@@ -1,11 +1,11 @@
-"""Checkpoints in an object store through fsspec: no rename there, so the manifest is the commit.
+"""Checkpoints in an object store through fsspec, where nothing can be renamed, so the manifest is the commit.
 
-Below a URL each checkpoint has a prefix of its own: ``step-00000100/rank-00003-ATTEMPT.bin``, one a rank, and last of
-all ``manifest.json``, which a store puts at once or not at all. Where there is none, there is no checkpoint. A file's
-name has the attempt in it that wrote it, so what an attempt left that died is never part of a later one's checkpoint.
+Below a URL each checkpoint has its own prefix: ``step-00000100/rank-00003-ATTEMPT.bin``, one per rank, and last of all
+``manifest.json``, which a store writes atomically. Without a manifest there is no checkpoint. File names contain the
+attempt that wrote them, so what a dead attempt left never becomes part of a later attempt's checkpoint.
 
-Requests that fail for a moment are tried again by fsspec's file systems themselves (s3fs: five times, with growing
-pauses), so nothing is tried again here. Needs no torch, and fsspec only once something is asked.
+fsspec's file systems retry transient errors themselves (s3fs: five times, with growing pauses), so nothing is retried
+here. Needs no torch, and fsspec only once it is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PROBE = "writable"
-# Read in parts of this size, for fsspec hands over copies.
+# Read in parts of this size, because fsspec returns copies.
 PART = 1 << 24
-# Files whose sizes are asked for one by one: a rank of many looks at its share, which is a few.
+# Up to this many files, sizes are asked for one by one: a rank of many looks only at its share, which is a few.
 QUESTIONS = 4
-# Requests that are under way at once.
+# Concurrent requests.
 REQUESTS = 16
 EXAMPLE = 'checkpoint.to = "s3://bucket/runs"'
 
@@ -41,12 +41,12 @@ Other = TypeVar("Other")
 
 
 class ObjectStore:
-    """A prefix of an object store, or whatever else fsspec writes to: ``s3://bucket/runs/name``."""
+    """A prefix in an object store, or anything else fsspec can write to: ``s3://bucket/runs/name``."""
 
     def __init__(self, url: str) -> None:
         check_url(url)
         self.url = url.rstrip("/")
-        # Of the checkpoint whose manifest was read last: who asks for many files gets the rest from one listing.
+        # File sizes of the checkpoint whose manifest was read last: many files are served from one listing.
         self._sizes: tuple[int, dict[str, int]] | None = None
         self._questions = 0
 
@@ -80,21 +80,21 @@ class ObjectStore:
                 self.files.pipe_file(path, b"shoal")
                 self.files.rm_file(path)
         except OSError as error:
-            # With the store's own words, which are about names and rights and hold no secret.
+            # With the store's own message, which is about names and permissions and holds no secret.
             raise BadInput(
                 f"checkpoint.to: {error if isinstance(error, Unreachable) else f'{self.url}: {error}'}",
                 "credentials that may list, write and delete there, as fsspec finds them (environment, files of the "
                 "store's own tools, FSSPEC_… variables); and a bucket that exists",
             ) from None
 
-    # Notes that are no checkpoints.
+    # Notes: files that are not checkpoints.
 
     def leave(self, name: str, text: str) -> None:
         with self._asked():
             self.files.pipe_file(f"{self.root}/{name}", text.encode())
 
     def left(self, name: str) -> str | None:
-        """None where there is no such note."""
+        """Read a note; None if it does not exist."""
         with self._asked():
             self.files.invalidate_cache()
             try:
@@ -103,7 +103,7 @@ class ObjectStore:
                 return None
 
     def notes(self) -> list[str]:
-        """All that lies beside the checkpoints."""
+        """Names of everything beside the checkpoints."""
         with self._asked():
             return sorted(self._list(self.root))
 
@@ -111,7 +111,7 @@ class ObjectStore:
         with contextlib.suppress(FileNotFoundError), self._asked():
             self.files.rm_file(f"{self.root}/{name}")
 
-    # As every place.
+    # The interface of every checkpoint storage.
 
     def name(self, step: int) -> str:
         return f"{self.url}/{step_name(step)}"
@@ -124,7 +124,7 @@ class ObjectStore:
             )
 
     def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
-        """In parts, as the store takes them: of a file, memory holds a part or two and never all."""
+        """Upload a file in parts: memory holds one or two parts and never the whole file."""
         stem, dot, ending = file.rpartition(".")
         named = f"{stem}-{attempt}{dot}{ending}"
         check_name(named)
@@ -142,7 +142,7 @@ class ObjectStore:
     def commit(self, step: int, attempt: str, manifest: str) -> None:
         with self._asked():
             self.files.pipe_file(self._at(step, NAME), manifest.encode())
-        # The same step, committed or begun by attempts whose later steps were lost. They can wait for ``remove``.
+        # Leftovers of the same step, from attempts whose later steps were lost. They can wait for ``remove``.
         with contextlib.suppress(OSError), self._asked():
             there = self._list_step(step)
             if not _set_aside(there):
@@ -150,7 +150,7 @@ class ObjectStore:
 
     def abandon(self, step: int, attempt: str) -> None:
         with self._asked():
-            # A commit that was not answered may have been made: then it goes first, for it names these files.
+            # A commit without a response may have happened: remove the manifest first, because it names these files.
             with contextlib.suppress(FileNotFoundError):
                 if f"-{attempt}.".encode() in self.files.cat_file(self._at(step, NAME)):
                     self.files.rm_file(self._at(step, NAME))
@@ -168,22 +168,22 @@ class ObjectStore:
             there = self._list_step(step)
             doomed = [file for file in there if _attempt_of(file)]
             if _set_aside(there):
-                # All but what the manifest names may belong to what was set aside, and is kept.
+                # Keep everything the manifest does not name: it may belong to what was set aside.
                 named = self._named(step)
                 doomed = [file for file in doomed if file in named]
-            # Un-committed first: a half-removed checkpoint must not be taken for a whole one.
+            # Remove the manifest first: a half-removed checkpoint must not pass for a whole one.
             self.files.rm_file(self._at(step, NAME))
             self._delete(step, doomed)
 
     def share_removal(self, ranks: int) -> None:
-        """A store removes a thousand objects at a request, so one rank asks for it."""
+        """Nothing to share: a store removes a thousand objects per request, so one rank sends it."""
 
     def remove_share(self, files: Iterable[str]) -> None: ...
 
     def remove_rest(self) -> None: ...
 
     def set_aside(self, step: int, reason: str) -> None:
-        """All stays where it is, but the manifest gets another name: then it commits nothing."""
+        """Rename the manifest and leave the rest in place: then nothing is committed there."""
         with self._asked():
             there = self._list_step(step)
             number = 0
@@ -221,13 +221,13 @@ class ObjectStore:
             for start in range(0, into.nbytes, PART):
                 part = into[start : start + PART]
                 begin = position + start
-                # By name: the second place is not the same in every file system.
+                # Keyword arguments, because their positions differ between file systems.
                 found = self.files.cat_file(path, start=begin, end=begin + part.nbytes)
                 if len(found) != part.nbytes:
                     raise Damaged(f"{self.name(step)}/{file} ends before byte {position + into.nbytes}")
                 part[:] = found
 
-    # Moving a whole run.
+    # Move a whole run.
 
     @property
     def empty(self) -> bool:
@@ -235,7 +235,7 @@ class ObjectStore:
             return not self._list(self.root)
 
     def move(self, target: ObjectStore) -> None:
-        """Copy all checkpoints, which a store does by itself, then remove them here."""
+        """Copy all checkpoints, which a store does on its side, then remove them here."""
         with self._asked():
             for step in self._steps():
                 there = sorted(self._list_step(step), key=lambda file: file == NAME)
@@ -249,11 +249,13 @@ class ObjectStore:
                     self.files.rm_file(self._at(step, NAME))
                 self._delete(step, [file for file in there if file != NAME])
 
-    # What the store is asked.
+    # Requests to the store.
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
-        """Every store has errors of its own. But for what is not there, or has no room, they say that it is no use."""
+        """Translate store errors. Every store raises its own; except for missing files and full disks, all mean it
+        is unusable.
+        """
         try:
             yield
         except (Damaged, BadInput, FileNotFoundError, Unreachable):
@@ -271,7 +273,7 @@ class ObjectStore:
             raise Damaged(f"{self.name(step)}/{file} is missing") from None
 
     def _named(self, step: int) -> set[str]:
-        """The files that a manifest names; none where it cannot be read."""
+        """The files that a manifest names; empty if it cannot be read."""
         try:
             return set(
                 parse_manifest(self.files.cat_file(self._at(step, NAME)), self.name(step)).file_sizes()
@@ -283,8 +285,8 @@ class ObjectStore:
         return f"{self.root}/{step_name(step)}/{file}"
 
     def _list(self, path: str) -> dict[str, int]:
-        """What lies directly below a path, and how long it is."""
-        # Others write here too: what was seen before does not count.
+        """The names directly below a path, with their lengths."""
+        # Others write here too, so cached listings do not count.
         self.files.invalidate_cache()
         try:
             found = self.files.ls(path, detail=True)
@@ -293,16 +295,16 @@ class ObjectStore:
         return {one["name"].rstrip("/").rpartition("/")[2]: int(one["size"] or 0) for one in found}
 
     def _list_step(self, step: int) -> dict[str, int]:
-        """Only what we might have written."""
+        """Only files that we may have written."""
         found = self._list(f"{self.root}/{step_name(step)}")
         return {file: size for file, size in found.items() if _ours(file)}
 
     def _steps(self) -> list[int]:
-        """Of which there is anything at all."""
+        """Steps of which any file exists."""
         return sorted(step for name in self._list(self.root) if (step := step_of(name)) is not None)
 
     def _has_manifest(self, step: int) -> bool:
-        # Not ``exists``, which takes an error for a no.
+        # Not ``exists``, which treats an error as "no".
         try:
             return bool(self.files.info(self._at(step, NAME))["type"] == "file")
         except FileNotFoundError:
@@ -312,13 +314,13 @@ class ObjectStore:
         if files:
             self.files.rm([self._at(step, file) for file in files])
         if _is_local(self.url):
-            # Where prefixes are directories, they stay.
+            # If prefixes are directories, they stay.
             with contextlib.suppress(OSError):
                 self.files.rmdir(f"{self.root}/{step_name(step)}")
 
 
 def check_url(url: str) -> None:
-    """Refuse what is no plain URL; a password in one would end up in files and messages."""
+    """Refuse anything but a plain URL; a password in it would end up in files and messages."""
     scheme, separator, rest = url.partition("://")
     before, at, _ = rest.rpartition("@")
     if at and ":" in before:
@@ -355,7 +357,7 @@ def _connect(url: str) -> AbstractFileSystem:
 
 @cache
 def _private_directories() -> AbstractFileSystem:
-    """In a file system prefixes are directories, which have to be made: as a run's are, for its owner alone."""
+    """A local file system whose prefixes are directories, created accessible to their owner only, as a run's are."""
     from fsspec.implementations.local import LocalFileSystem
 
     class Private(LocalFileSystem):
@@ -375,12 +377,12 @@ def _is_local(url: str) -> bool:
 
 
 def _drop(handle: Any) -> None:
-    """End a write without completing it: the parts that were sent are thrown away where a store can."""
+    """Abort a write: parts already sent are discarded if the store can."""
     from fsspec.spec import AbstractBufferedFile
 
     with contextlib.suppress(Exception):
         if isinstance(handle, AbstractBufferedFile):
-            # Its own ``close`` would complete what is there.
+            # Its own ``close`` would complete the upload.
             handle.closed = True
             handle.discard()
         else:
@@ -407,6 +409,6 @@ def _ours(file: str) -> bool:
 
 
 def _each(ask: Callable[[One], Other], of: Iterable[One]) -> list[Other]:
-    """Several questions at once, for each takes a while to be answered."""
+    """Ask several things concurrently, because each takes a while."""
     with ThreadPoolExecutor(REQUESTS, "shoal-store") as pool:
         return list(pool.map(ask, of))

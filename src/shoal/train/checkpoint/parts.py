@@ -1,9 +1,9 @@
-"""Large manifests in parts: each rank lists its pieces in a file of its own; the manifest names and indexes them.
+"""Large manifests in parts: each rank lists its pieces in its own file; the manifest names and indexes these lists.
 
 A checkpoint of ten thousand ranks has millions of pieces, and a rank needs a few hundred of them. So above a number of
-pieces a rank writes its list beside its bytes (``rank-00007.json``), and the manifest has, of every such list, its
-length and its hash; and of every tensor, which ranks have a piece of it, and of which box. Ranks that lie evenly spaced
-in a tensor are one entry there, so the index is small. Needs no torch.
+pieces each rank writes its list beside its bytes (``rank-00007.json``). The manifest holds the length and hash of every
+list, and for every tensor which ranks have a piece of it, and of which box. Ranks that are evenly spaced in a tensor
+share one entry, so the index is small. Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from shoal.train.checkpoint.manifest import (
 if TYPE_CHECKING:
     from shoal.train.checkpoint.storage import CheckpointStorage
 
-# Pieces that a manifest lists itself: 10 MB, read in a second. Of more, ranks list their own.
+# The most pieces a manifest lists itself: 10 MB, read in a second. Above that, ranks list their own.
 MOST_LISTED = 50_000
-# Lists that are read at once.
+# Lists read concurrently.
 READERS = 8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-# By what a state's shape follows, and by tensor: the box that has all pieces of one rank. Most states are of a tensor's
-# own shape, and lie as it does.
+# For each kind of state shape and each tensor, the box that covers all pieces of one rank. Most states have their
+# tensor's shape and placement.
 Coverage = dict[str, dict[str, Box]]
 
 
 def listed_apart(pieces: int, world: int) -> bool:
-    """Whether a rank lists so many pieces itself: it supposes that the others have as many."""
+    """Whether a rank lists its pieces itself, assuming that all ranks have equally many."""
     return pieces * world > MOST_LISTED
 
 
 def list_name(file: str) -> str:
-    """Of the list beside a rank's file."""
+    """The name of the list beside a rank's file."""
     return file.rpartition(".")[0] + ".json"
 
 
 def list_text(pieces: Iterable[StoredPiece]) -> str:
-    """All but the name of their file, which the manifest has."""
+    """The list's content, without the file's name, which is in the manifest."""
     return dump({"pieces": [piece.model_dump(mode="json", exclude={"file"}) for piece in pieces]}) + "\n"
 
 
 def part_of(file: str, text: str, pieces: Sequence[StoredPiece]) -> ListedPart:
-    """What the manifest says of a list. ``file``: its name."""
+    """The manifest's entry for a list. ``file``: the name of the file whose pieces are listed."""
     content = text.encode()
     return ListedPart(
         file=file,
@@ -89,7 +89,7 @@ def coverage_from_json(content: Mapping[str, Mapping[str, Any]]) -> Coverage:
 
 
 def index_of(coverages: Sequence[Coverage]) -> dict[str, dict[str, tuple[PartRun, ...]]]:
-    """Of each tensor which parts have pieces of it; ``coverages`` are in the order of parts."""
+    """For each tensor, the parts that have pieces of it. ``coverages`` are in the order of parts."""
     entries: dict[str, dict[str, list[tuple[Box, int]]]] = {}
     for part, found in enumerate(coverages):
         for kind, boxes in found.items():
@@ -113,7 +113,7 @@ def in_parts(
 
 
 def parts_near(manifest: Manifest, state: str, tensor: str, box: Box) -> set[int]:
-    """All parts that may have an element of a box of a state of a tensor."""
+    """All parts that may have an element of a box of a tensor's state."""
     runs = manifest.index.get(_kind(state), {}).get(tensor, ())
     return {part for run in runs for part in _near(run, box)}
 
@@ -148,12 +148,12 @@ def read_part(place: CheckpointStorage, step: int, manifest: Manifest, part: Lis
 
 
 def completed(place: CheckpointStorage, step: int, manifest: Manifest) -> Manifest:
-    """A manifest with the pieces of all of its parts, as if it had listed them itself: every element once."""
+    """The manifest with the pieces of all parts, as if it listed them itself; every element is covered once."""
     if not manifest.parts:
         return manifest
     with ThreadPoolExecutor(READERS, "shoal-parts") as pool:
         lists = list(pool.map(lambda part: read_part(place, step, manifest, part), manifest.parts))
-    # What the index does not say of a part, a rank that needs it would not find.
+    # A rank would not find pieces that the index does not mention.
     if index_of([coverage(pieces) for pieces in lists]) != manifest.index:
         raise Damaged(f"{place.name(step)}: its index is not that of its parts")
     every = tuple(piece for pieces in lists for piece in pieces)
@@ -163,7 +163,7 @@ def completed(place: CheckpointStorage, step: int, manifest: Manifest) -> Manife
 
 
 def _kind(state: str) -> str:
-    """States of other shapes than their tensors' are indexed by their own names."""
+    """States whose shape differs from their tensor's are indexed by their own names."""
     return state if state in OF_MATRICES else ""
 
 
@@ -174,8 +174,8 @@ def _around(one: Box, other: Box) -> Box:
 
 
 def _runs(boxes: list[tuple[Box, int]]) -> Iterable[PartRun]:
-    """Evenly spaced boxes of one size, of evenly spaced parts, as one."""
-    # The last axis first: whose columns are the same is spaced along the rows.
+    """Merge evenly spaced boxes of one size, from evenly spaced parts, into single entries."""
+    # The last axis first: boxes with the same columns are spaced along the rows.
     in_order = sorted(boxes, key=lambda entry: (entry[0][1], entry[0][0][::-1], entry[1]))
     run: PartRun | None = None
     for (offset, size), part in in_order:
@@ -204,7 +204,7 @@ def _extended(run: PartRun, offset: tuple[int, ...], size: tuple[int, ...], part
 
 
 def _near(run: PartRun, box: Box) -> Iterable[int]:
-    """Of a run those parts whose box has an element of that box."""
+    """The parts of a run whose box overlaps ``box``."""
     first, step, count, offset, apart, size = run
     low, high = 0, count
     for start, gap, length, wanted, wide in zip(offset, apart, size, *box, strict=True):

@@ -1,8 +1,8 @@
 """In-memory checkpoints on several nodes: each rank's share on its own node, and a copy on the next.
 
-A node that is lost takes its memory with it; what it held is still on the next. Every node commits the same manifest
-in its own memory, the first rank's last, so that what it has committed is everywhere. Before a run continues from
-there, nodes that lack files get them from those that have them.
+A lost node takes its memory with it, but what it held is still on the next node. Every node commits the same manifest
+in its own memory, the first rank's node last, so what that node has committed exists everywhere. Before a run resumes
+from memory, nodes that lack files get them from nodes that have them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal.train.checkpoint.manifest import LARGEST_FILE, NAME, Damaged, is_file
 from shoal.train.checkpoint.storage import LAST_STEP, DirectoryStorage, check_file
 from shoal.train.files import in_words
 
-# What a node has of a step: the hash of its manifest, the sizes of all files there are, and, of those that are not here
-# as they should be, what is wrong.
+# What a node has of a step: the manifest's hash, the sizes of all files it holds, and problems with files that are
+# missing or wrong.
 Held = tuple[int, str, dict[str, int], dict[str, str]]
 Missing = tuple[str, int, int, int]
 
-# Sent in parts of this size: one is written while the next is on its way.
+# Sent in parts of this size: one is written while the next is in flight.
 CHUNK = 1 << 26
 
 
@@ -41,28 +41,30 @@ def file_of(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Sound:
-    """A checkpoint of which every file is on some node. ``missing``: a file, its size, who has it, and who lacks it."""
+    """A checkpoint of which every file is on some node. ``missing``: a file, its size, which node has it, and which
+    nodes lack it.
+    """
 
     step: int
-    manifest: str  # its hash: the same step may have been done twice, and files of both must not be mixed
+    manifest: str  # its hash: a step may be done twice, and files of both must not be mixed
     missing: list[Missing]
 
 
 class Peers:
-    """One rank's part. All ranks are to call the same methods in the same order."""
+    """One rank's part. All ranks must call the same methods in the same order."""
 
     def __init__(
         self, mesh: Mesh, place: DirectoryStorage, attempt: str, set_aside: Sequence[int] = ()
     ) -> None:
-        """``set_aside``: steps that the launcher does not trust; each node has its own copies of them."""
+        """``set_aside``: steps that the launcher does not trust, of which each node has copies."""
         self.mesh, self.place, self.attempt, self.set_aside = mesh, place, attempt, set_aside
         self.here = mesh.world // mesh.nodes
         self.node, local_rank = divmod(mesh.rank, self.here)
-        self.leads = local_rank == 0  # its node
+        self.leads = local_rank == 0  # the first rank of its node
         self._links: dict[int, dist.ProcessGroup] = {}
         self._made: set[tuple[int, ...]] = set()
         nodes, here = mesh.nodes, self.here
-        # Of the ring of nodes every second pair first: else each would wait for the one before it.
+        # Connect every second pair of the ring first; otherwise each node would wait for the one before it.
         ring = sorted(range(nodes if nodes > 2 else 1), key=lambda node: node % 2)
         self._link(
             (node * here + local, (node + 1) % nodes * here + local) for node in ring for local in range(here)
@@ -71,7 +73,7 @@ class Peers:
     def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connect pairs of ranks, the same on every rank: one group of all would connect each to every other.
 
-        All ranks go through them, of which they connect their own, in an order in which no two wait for a third.
+        All ranks go through all pairs and connect only their own, in an order that cannot deadlock.
         """
         for pair in dict.fromkeys(tuple(sorted(pair)) for pair in pairs):
             if pair in self._made:
@@ -91,14 +93,14 @@ class Peers:
     # Saving, in the background.
 
     def copy(self, step: int, content: memoryview) -> None:
-        """Send this rank's share to the next node, and write down what comes from the one before."""
+        """Send this rank's share to the next node, and write the share that arrives from the previous one."""
         world, here = self.mesh.world, self.here
         to, origin = (self.mesh.rank + here) % world, (self.mesh.rank - here) % world
         parts = self._exchange(content, to, origin)
         try:
             self.place.write(step, self.attempt, file_of(origin), parts)
         except OSError:
-            # The others have to be heard out all the same.
+            # Receive the remaining parts even after an error.
             for _ in parts:
                 pass
             raise
@@ -128,13 +130,15 @@ class Peers:
             work.wait()
 
     def commit_elsewhere(self, store: SignedStore, key: str, manifest: str) -> str:
-        """On the first rank: have every other node commit; with no manifest, have them give it up. What went wrong."""
+        """On the first rank: make every other node commit, or discard if there is no manifest. Returns what went
+        wrong.
+        """
         store.set(key, manifest, series="commits")
         failed = store.wait_for([f"{key}-{node}" for node in range(1, self.mesh.nodes)], PATIENCE)
         return next(filter(None, failed), "")
 
     def commit_here(self, store: SignedStore, key: str, step: int) -> bool:
-        """On the first rank of another node; whether there was something to commit."""
+        """On the first rank of another node: commit when told to. Returns whether there was something to commit."""
         manifest, trouble = store.wait(key, PATIENCE), ""
         try:
             if manifest:
@@ -146,13 +150,13 @@ class Peers:
         store.set(f"{key}-{self.node}", trouble, series="committed")
         return bool(manifest) and not trouble
 
-    # Continuing.
+    # Resuming.
 
     def newest(self, done: int) -> tuple[Sound | None, list[tuple[int, str]]]:
-        """The newest checkpoint that all nodes have among them; and later ones that are of no use, with the reason.
+        """The newest checkpoint that is complete across all nodes; and later, unusable ones, with reasons.
 
-        The same on every rank. What is of no use is removed. ``done``, on the first rank: the last step that the run
-        knows of; a node that was away may have later ones, which the others have undone.
+        Returns the same on every rank, and removes what is unusable. ``done``, on the first rank: the last step the run
+        knows of. A node that was away may have later steps, which the others have rolled back.
         """
         done = int(self.mesh.hosts.broadcast(str(done)))
         for step in self.place.committed() if self.leads else []:
@@ -188,7 +192,7 @@ class Peers:
         return ""
 
     def bring(self, sound: Sound) -> None:
-        """Have every file of a checkpoint on every node."""
+        """Copy every file of a checkpoint to every node."""
         self._link((origin * self.here, to * self.here) for _, _, origin, to in sound.missing)
         lacking = {to for _, _, _, to in sound.missing}
         if self.leads and self.node in lacking:
@@ -203,12 +207,12 @@ class Peers:
             aside, here = self.place.aside(sound.step, self.attempt), self.place.at(sound.step)
             manifest = aside / NAME if (aside / NAME).exists() else here / NAME
             self.place.commit(sound.step, self.attempt, manifest.read_text(encoding="utf-8"))
-        # Others of the same node read it too. However long it takes: no collective would wait.
+        # Other ranks of the node read it too. It may take long, so not a collective, which would time out.
         self.mesh.hosts.gather("")
         self.mesh.hosts.broadcast("")
 
     def _make_place(self, sound: Sound) -> None:
-        """Beside what is here of that step, which is kept where it is of the same checkpoint."""
+        """Prepare a directory beside what exists of that step, keeping files of the same checkpoint."""
         aside = self.place.aside(sound.step, self.attempt)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True, mode=0o700)
@@ -231,7 +235,7 @@ class Peers:
             yield part.numpy().data
 
     def remove(self, step: int) -> None:
-        """From the memory of this node."""
+        """Remove a step from this node's memory."""
         if self.leads and step in self.place.committed():
             self.place.remove(step)
 
@@ -241,7 +245,7 @@ class Peers:
 
 
 def _checked(found: Any, nodes: int) -> tuple[Sound | None, list[tuple[int, str]]]:
-    """What the first rank has found, as it was told: of it become paths, and how much is written there."""
+    """Validate the first rank's message: it determines paths, and how much is written there."""
     best, useless = found
     if best is not None:
         step, manifest, missing = best
@@ -269,7 +273,9 @@ def _is_count(value: Any, most: int) -> bool:
 def _newest(
     nodes: list[list[Held]],
 ) -> tuple[tuple[int, str, list[Missing]] | None, list[tuple[int, str]]]:
-    """From what every node holds: of the same step, that of which less is missing. And what is newer but not whole."""
+    """Choose from what every node holds: for the same step, the version with fewer missing files. Also lists newer,
+    incomplete ones.
+    """
     best: tuple[int, str, list[Missing]] | None = None
     reasons: dict[int, str] = {}
     kinds = {(step, manifest): sizes for held in nodes for step, manifest, sizes, _ in held}

@@ -1,6 +1,6 @@
 """Read a checkpoint: verify every byte before use, and read only what is needed.
 
-Of a manifest in parts a rank opens those that have a piece of what it wants, and no others.
+If the manifest is in parts, a rank opens only those that have a piece it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 class Wanted(NamedTuple):
-    """A box of one of Hugging Face's tensors, and the tensor of that shape to put it into."""
+    """A box of one of Hugging Face's tensors, and the tensor of that shape to read it into."""
 
     state: str
     tensor: str
@@ -49,17 +49,17 @@ class Wanted(NamedTuple):
 
 
 class _Pieces:
-    """The pieces of one tensor from row to row: what some rows need is found without a look at all the others."""
+    """The pieces of one tensor sorted by row, so that lookups need not scan all of them."""
 
     def __init__(self, pieces: list[StoredPiece]) -> None:
         self.dtype = max((piece.dtype for piece in pieces), key=lambda dtype: DTYPES[dtype].itemsize)
         self._pieces = sorted(pieces, key=lambda piece: piece.offset)
         self._starts = [_rows(piece.offset, piece.size)[0] for piece in self._pieces]
-        # How far any piece up to here reaches, which never falls.
+        # The furthest row that any piece up to here reaches; non-decreasing.
         self._reach = list(accumulate((_rows(piece.offset, piece.size)[1] for piece in self._pieces), max))
 
     def near(self, wanted: Wanted) -> list[StoredPiece]:
-        """All that have an element of the wanted ones, and few others."""
+        """All pieces that overlap the wanted box, and few others."""
         start, stop = _rows(wanted.offset, tuple(wanted.into.shape))
         return self._pieces[bisect_right(self._reach, start) : bisect_left(self._starts, stop)]
 
@@ -69,7 +69,7 @@ def _rows(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Checkpoint:
-    """A committed checkpoint. Its manifest is verified at once, a piece when it is read."""
+    """A committed checkpoint. Its manifest is verified at once, each piece when it is read."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Checkpoint:
         threads: int | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Of a place and a step; or of the directory of one checkpoint. ``threads`` read and hash.
+        """Opens a step of a place, or the directory of one checkpoint. ``threads`` read and hash.
 
-        ``share``: which of how many readers this is. Together they see to it that every file is as long as it was
-        written; each by itself, that those are from which it reads.
+        ``share``: (index, number of readers). Together the readers check that every file has its recorded length; each
+        also checks the files it reads from.
         """
         if isinstance(place, Path):
             step = step_of(place.name)
@@ -97,7 +97,7 @@ class Checkpoint:
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
         self._buffers = threading.local()
-        self._lists: dict[int, list[StoredPiece]] = {}  # of the parts that were opened
+        self._lists: dict[int, list[StoredPiece]] = {}  # of the opened parts
         self._by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
         self._sorted: dict[tuple[str, str], _Pieces] = {}
         self._add(self.manifest.pieces)
@@ -114,7 +114,7 @@ class Checkpoint:
         return len(self._lists)
 
     def all_pieces(self) -> tuple[StoredPiece, ...]:
-        """Every piece, also those of parts, which are all opened for that."""
+        """Every piece, including those of parts, which are all opened for that."""
         return completed(self.place, self.step, self.manifest).pieces
 
     def _add(self, pieces: Iterable[StoredPiece]) -> None:
@@ -124,7 +124,7 @@ class Checkpoint:
             self._sorted.pop(key, None)
 
     def _pieces(self, state: str, tensor: str, box: Box | None = None) -> _Pieces | None:
-        """Those of a tensor; of a box of it at least those that have an element of it. None where there are none."""
+        """The pieces of a tensor; given a box, at least those that overlap it. None if there are none."""
         whole = self.manifest.shape_of(state, tensor) or ()
         self._open(parts_near(self.manifest, state, tensor, box or ((0,) * len(whole), whole)))
         key = state, tensor
@@ -144,14 +144,14 @@ class Checkpoint:
                 self._add(pieces)
 
     def _check_files(self, files: Iterable[str]) -> None:
-        """Before anything is allocated for what they are said to hold."""
+        """Check files before allocating anything for what they should contain."""
         for file in files:
             if file not in self._checked:
                 check_file(self.place, self.step, file, self._sizes[file])
                 self._checked.add(file)
 
     def dtype(self, state: str, name: str | None = None) -> torch.dtype:
-        """Of one tensor's, or of the first one's."""
+        """The dtype of a state of one tensor, or of the first tensor."""
         name = next(iter(self.manifest.shapes)) if name is None else name
         pieces = self._pieces(state, name)
         if pieces is None:
@@ -168,7 +168,7 @@ class Checkpoint:
         return whole
 
     def fill(self, model: Model, slices: Iterable[tuple[str, str, Slice]]) -> None:
-        """Fill parts of our parameters, or of what an optimizer keeps of them: (state, our name, part)."""
+        """Fill parts of our parameters or their optimizer states: (state, our name, part)."""
         for parameter in parameters(model):
             found = self.manifest.shapes.get(parameter.name)
             if found != parameter.shape:
@@ -181,11 +181,11 @@ class Checkpoint:
     def fill_by_views(
         self, of_parameter: Mapping[str, list[View]], slices: Iterable[tuple[str, str, Slice]]
     ) -> None:
-        """The same, by how parameters are found in the checkpoint's tensors."""
+        """The same, with explicit views of parameters in the checkpoint's tensors."""
         wanted = []
         for state, name, part in slices:
             if state in OF_MATRICES:
-                # Of our own matrices: one of Hugging Face's may be several of them, or one transposed.
+                # Views map our matrices to Hugging Face's: one of theirs may be several of ours, or a transposed one.
                 wanted.append(Wanted(state, name, part.offset, part.local))
                 continue
             for view in of_parameter[name]:
@@ -197,7 +197,7 @@ class Checkpoint:
         self.read(wanted)
 
     def needed(self, wanted: Iterable[Wanted]) -> dict[StoredPiece, list[Wanted]]:
-        """The pieces that have some of it, each with what it is wanted for; all of it is seen to be there."""
+        """The pieces that overlap what is wanted, each with what it is wanted for; raises if anything is missing."""
         readings: dict[StoredPiece, list[Wanted]] = {}
         wanted = list(wanted)
         self.open_for(wanted)
@@ -212,7 +212,7 @@ class Checkpoint:
                 if common := meet(piece.offset, piece.size, *box):
                     readings.setdefault(piece, []).append(one)
                     met.append(common)
-            # A manifest that lists all pieces was seen to have every element once when it was read.
+            # A manifest that lists all pieces was checked for full coverage when it was read.
             if self.manifest.parts and not cover_alike([box] if one.into.numel() else [], met):
                 raise Damaged(
                     f"{self.place.name(self.step)}: the pieces of {one.state} {one.tensor} leave a gap"
@@ -229,13 +229,13 @@ class Checkpoint:
                 pass
 
     def open_for(self, wanted: Iterable[Wanted]) -> None:
-        """All parts at once: they are many small files, and each takes a while to be there."""
+        """Open all needed parts concurrently: they are many small files, each with latency."""
         boxes = {(one.state, one.tensor, one.offset, tuple(one.into.shape)) for one in wanted}
         near = (parts_near(self.manifest, state, name, (offset, size)) for state, name, offset, size in boxes)
         self._open(set().union(*near))
 
     def damages(self) -> list[Damaged]:
-        """Read and check everything: all that is not as it was written."""
+        """Read and check everything; returns all damage."""
 
         def damage(piece: StoredPiece) -> Damaged | None:
             try:
@@ -273,7 +273,7 @@ class Checkpoint:
             one.into[ours].copy_(content[theirs])
 
     def _read(self, piece: StoredPiece) -> Tensor:
-        """Sound, and there until this thread reads the next one."""
+        """A verified tensor, valid until this thread reads the next piece."""
         content = self._buffer(piece.bytes)
         memory = content.numpy().data
         try:
@@ -289,7 +289,7 @@ class Checkpoint:
         return content.view(DTYPES[piece.dtype]).view(piece.size)
 
     def _buffer(self, size: int) -> Tensor:
-        """The same memory again: to be given new memory for every piece takes longer than to read it."""
+        """Reuse one buffer: allocating new memory for every piece takes longer than reading it."""
         buffer: Tensor | None = getattr(self._buffers, "buffer", None)
         if buffer is None or buffer.nbytes < size:
             self._buffers.buffer = buffer = torch.empty(size, dtype=torch.uint8)
@@ -297,7 +297,7 @@ class Checkpoint:
 
 
 def _check_within(wanted: Wanted, shape: tuple[int, ...]) -> None:
-    """What lies outside the tensor would silently be left as it was."""
+    """Elements outside the tensor would silently stay unset."""
     ends = [start + size for start, size in zip(wanted.offset, wanted.into.shape, strict=True)]
     if len(ends) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
         raise Damaged(f"{wanted.tensor} has the shape {shape}, and no part that ends at {tuple(ends)}")

@@ -10,7 +10,7 @@ from shoal.train.checkpoint.storage import CheckpointStorage, check_file, manife
 
 
 def newest_first(places: Sequence[CheckpointStorage]) -> list[tuple[CheckpointStorage, int]]:
-    """Every checkpoint of these places. Of the same step, that of the place which is named first."""
+    """Every checkpoint of these places. For the same step, the place listed first comes first."""
     found: dict[int, CheckpointStorage] = {}
     for place in places:
         for step in place.committed():
@@ -19,7 +19,7 @@ def newest_first(places: Sequence[CheckpointStorage]) -> list[tuple[CheckpointSt
 
 
 def whole(place: CheckpointStorage) -> list[int]:
-    """The steps of all checkpoints that have every file, as long as it was written. Does not read their content."""
+    """Steps of all checkpoints that have every file at full length. Does not read contents."""
     found = []
     for step in place.committed():
         with contextlib.suppress(Damaged):
@@ -53,7 +53,7 @@ class Keeper:
 
 
 def doomed(steps: Sequence[int], losses: Mapping[int, float], keep: int, every: int, best: int) -> list[int]:
-    """The steps whose checkpoints are no longer kept. ``losses``: on held-out text, of those that were evaluated."""
+    """Steps whose checkpoints are no longer kept. ``losses``: held-out losses of evaluated steps."""
     kept = set(steps[-keep:])
     kept.update(step for step in steps if every and step % every == 0)
     kept.update(sorted(losses, key=lambda step: (losses[step], step))[:best])

@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank stages its share, a thread writes it, the first rank commits.
 
-Training waits for the copy alone. A save that fails, for the disk is full or a server does not answer, leaves the
-commits that were there, and is reported on request.
+Training waits only for the copy. If a save fails, because the disk is full or a server does not respond, existing
+commits stay untouched, and the failure is reported on request.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shoal.train.checkpoint.staging import StagingBuffer, States
 from shoal.train.checkpoint.storage import CheckpointStorage
 from shoal.train.files import in_words
 
-# Written in parts of this size: while the disk takes one, the next is copied to where the kernel takes it from.
+# Written in parts of this size: while the disk takes one, the next is copied into the page cache.
 CHUNK = 1 << 22
-# Threads that hash for a rank.
+# Hashing threads per rank.
 HASHERS = 2
-# How much less urgent than training a background write is, as nice(1) counts.
+# The nice(1) value of background writes, relative to training.
 NICE = 5
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of one save. ``error``: why there is no commit; the last one before it is untouched."""
+    """The result of one save. ``error``: why there is no commit; the last one before it is untouched."""
 
     place: CheckpointStorage
     step: int
@@ -57,11 +57,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: its pieces, or the list that they are in; or why it has not."""
+    """What a rank has written: its pieces, or the list that contains them; or why it failed."""
 
     pieces: tuple[StoredPiece, ...] = ()
     part: ListedPart | None = None
-    covered: Coverage | None = None  # which boxes the list has; None: the same as before
+    covered: Coverage | None = None  # boxes that the list covers; None: unchanged
     states: tuple[str, ...] = ()
     error: str = ""
 
@@ -83,7 +83,7 @@ class Written:
 
 
 class Saver:
-    """Saves one rank's share to one place. All ranks are to call the same methods in the same order."""
+    """Saves one rank's share to one place. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -96,31 +96,31 @@ class Saver:
         after_commit: Callable[[], None] = lambda: None,
         peers: Peers | None = None,
     ) -> None:
-        """``name`` tells savers of a rank apart; ``attempt`` tells its files from those of an attempt that died.
+        """``name`` tells a rank's savers apart; ``attempt`` tells its files from those of a dead attempt.
 
         ``prepare`` is called on every rank and ``after_commit`` on the first, in the background. ``peers``: other nodes
-        that have a place of their own, and copies in it.
+        with their own place, and copies in it.
         """
         self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
         self.rank, self.world = mesh.rank, mesh.world
         self.prepare, self.after_commit, self.peers = prepare, after_commit, peers
         self.store = mesh.hosts.store if mesh.world > 1 else None
-        self._number = 0  # of the saves so far: the same step may be saved twice
+        self._number = 0  # number of saves: the same step may be saved twice
         self.file = file_of(mesh.rank)
-        self.waited = 0.0  # seconds that training was held up; the reader resets it
+        self.waited = 0.0  # seconds that training waited; the reader resets it
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
         self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
-        self._covered: Coverage | None = None  # what was told of last
+        self._covered: Coverage | None = None  # coverage that was sent last
         self._coverages: dict[
             int, Coverage
-        ] = {}  # on the first rank: of all ranks that list their pieces themselves
+        ] = {}  # on the first rank: of all ranks that list their own pieces
         self._index: dict[str, dict[str, tuple[PartRun, ...]]] = {}
-        self._indexed: list[int] = []  # whose coverages are in it
+        self._indexed: list[int] = []  # ranks whose coverage is in it
         self._running: Future[Saved] | None = None
         self._done: list[Saved] = []
 
     def start(self, manifest: Manifest, states: States) -> None:
-        """Save these states as ``manifest``, yet without pieces, describes them."""
+        """Start saving these states under ``manifest``, which has no pieces yet."""
         began = time.perf_counter()
         self._wait()
         self.stage.fill(states)
@@ -128,13 +128,13 @@ class Saver:
         self.waited += time.perf_counter() - began
 
     def finish(self) -> None:
-        """Wait until everything that was started is committed, or is known not to be."""
+        """Wait until everything that was started is committed, or has failed."""
         began = time.perf_counter()
         self._wait()
         self.waited += time.perf_counter() - began
 
     def take_results(self) -> list[Saved]:
-        """What became of saves since the last call. Only the first rank knows whether there was a commit."""
+        """Results of saves since the last call. Only the first rank knows whether there was a commit."""
         if self._running is not None and self._running.done():
             self._wait()
         results, self._done = self._done, []
@@ -177,23 +177,25 @@ class Saver:
         hashes = self._hashers.map(
             lambda lot: blake3(content[lot.position : lot.position + lot.bytes]).hexdigest(), lots
         )
-        # Hashed by other threads meanwhile.
+        # Other threads hash it meanwhile.
         file = self.place.write(step, self.attempt, self.file, _chunks(content))
         return [lot.entry(file, found) for lot, found in zip(lots, hashes, strict=True)]
 
     def _copy(self, step: int) -> str:
-        """To another node: also what could not be written here, for others wait for it. What went wrong, in words."""
+        """Copy to another node, even if writing here failed, because others wait for it. Returns what went wrong, in
+        words.
+        """
         try:
             if self.peers is not None:
                 self.peers.copy(step, self.stage.content())
         except OSError as trouble:
             return in_words(trouble)
-        except RuntimeError as trouble:  # so torch says that a peer is gone
+        except RuntimeError as trouble:  # torch's error for a lost peer
             return f"no copy on another node: {trouble}"
         return ""
 
     def _listed(self, step: int, pieces: list[StoredPiece]) -> Written:
-        """Many pieces go into a list of their own; which boxes they are of is told once, for it seldom changes."""
+        """Put many pieces into a separate list; send their coverage only when it changes, which is rare."""
         if self.peers is not None or not pieces or not listed_apart(len(pieces), self.world):
             return Written(tuple(pieces))
         text = list_text(pieces)
@@ -205,7 +207,7 @@ class Saver:
         return told
 
     def _gather(self, step: int, written: Written) -> list[Written]:
-        """On the first rank: how it went on every one."""
+        """On the first rank: the results of all ranks."""
         every = [written]
         if self.store is not None:
             series, key = f"save-{self.name}", self._key(step, "told")
@@ -224,7 +226,7 @@ class Saver:
             self.after_commit()
 
     def _conclude(self, manifest: Manifest, every: list[Written]) -> str:
-        """Commit if it went well on every rank."""
+        """Commit if every rank succeeded."""
         failed = next(((rank, one.error) for rank, one in enumerate(every) if one.error), None)
         error = "" if failed is None else f"rank {failed[0]}: {failed[1]}" if failed[0] else failed[1]
         complete = "" if error else self._complete(manifest, every).to_text()
@@ -267,7 +269,7 @@ def _chunks(content: memoryview) -> Iterator[memoryview]:
 
 
 def _be_nice() -> None:
-    """On Linux a thread has a niceness of its own; elsewhere it would be the whole process's."""
+    """On Linux threads have their own niceness; elsewhere it would apply to the whole process."""
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

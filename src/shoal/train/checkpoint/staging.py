@@ -1,6 +1,6 @@
 """Staging: copy a rank's share to host memory, laid out as its file; training continues once it is copied.
 
-On a GPU even the copy runs beside the next step, up to the moment when the optimizer would change what is copied.
+On a GPU even the copy overlaps with the next step, up to the moment when the optimizer would change what is copied.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from shoal.parallel.shards import Shard as Held
 from shoal.train.checkpoint.manifest import StoredPiece
 from shoal.train.checkpoint.write_plan import WrittenBox
 
-# A state by its name, and its value for every piece that this rank holds; None of a piece that has no such state. Where
-# it rests in a file, the value has none (``parallel/offload/state_files.py``), and is read when it is copied.
+# A state's name, and a function that returns its value for each piece of this rank; None if the piece has no such
+# state. For a state in a file the returned tensor has no values (``parallel/offload/state_files.py``), and is read when
+# it is copied.
 States = Sequence[tuple[str, Callable[[Held], Tensor | None]]]
 
 
@@ -56,7 +57,7 @@ class Lot:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Lots whose elements lie one after another, in their piece and in the buffer: copied at once."""
+    """Lots that are contiguous in both their piece and the buffer, copied in one go."""
 
     first: Lot
     last: Lot
@@ -70,13 +71,13 @@ class Stretch:
         return self.last.part.start + math.prod(self.last.part.shape)
 
     def leads_to(self, lot: Lot) -> bool:
-        """Whether a lot follows."""
+        """Whether ``lot`` follows directly."""
         end = self.last.state, self.last.part.piece, self.stop, self.last.end
         return end == (lot.state, lot.part.piece, lot.part.start, lot.position)
 
 
 class StagingBuffer:
-    """A buffer that is filled again and again."""
+    """A host buffer that is refilled for every save."""
 
     def __init__(
         self,
@@ -88,12 +89,12 @@ class StagingBuffer:
         others: Mapping[str, list[WrittenBox]] | None = None,
         on_disk: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """``states``: how many there will be of every part. ``ahead``: there is room before it is needed.
+        """``states``: how many states each part will have. ``ahead``: allocate before it is needed.
 
-        ``on_disk``: makes the buffer, where memory has no room for it.
+        ``on_disk`` makes the buffer if memory has no room for it.
 
-        ``tell`` is told where that room is not what it should be. ``others``: by their names, states that have not one
-        value for each element, with parts of their own.
+        ``tell`` is called if the memory is not as it should be. ``others``: states by name that do not have one value
+        per element, with parts of their own.
         """
         self.parts, self.tell, self.others = parts, tell, others or {}
         self._on_disk = on_disk
@@ -103,22 +104,22 @@ class StagingBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._room: PinnedMemory | None = None
-        # What is copied, and where it goes.
+        # Sources of copies, and their destinations.
         self._stretches: list[tuple[Stretch, Tensor]] = []
-        self._others: list[tuple[Lot, Tensor]] = []  # whose elements do not lie one after another
+        self._others: list[tuple[Lot, Tensor]] = []  # elements that are not contiguous
         if self._stream is not None and ahead and on_disk is None:
             sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
             self._room = PinnedMemory(sum(sizes) * states)
 
     @torch.no_grad()
     def fill(self, states: States) -> None:
-        """Start to copy these states. They must not change before ``hold_update`` has returned."""
+        """Start copying these states. They must not change before ``hold_update`` has returned."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             values = dict(states)
             self._make_room(states)
-            # A GPU has nothing to do while its host asks for copies, so they are few, and need few views.
+            # A GPU idles while its host issues copies, so issue few copies and few views.
             present = _Present(values)
             for stretch, target in self._stretches:
                 value = present(stretch.first)
@@ -131,18 +132,18 @@ class StagingBuffer:
                 self._copied = self._stream.record_event()
 
     def hold_update(self) -> None:
-        """To be called before the states change. The host does not wait; what it asks of the device next does."""
+        """Call before the states change. Only the device waits: what is issued next runs after the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def content(self) -> memoryview:
-        """What was copied; complete when this returns."""
+        """The copied bytes; complete when this returns."""
         if self._copied is not None:
             self._copied.synchronize()
         return self.buffer.numpy().data
 
     def _make_room(self, states: States) -> None:
-        """The same states as last time have the same places. After the first update there are more."""
+        """Lay out and allocate the buffer. The same states keep their places; after the first update there are more."""
         wanted = [state for state, _ in states]
         if self._states == wanted:
             return
@@ -153,7 +154,7 @@ class StagingBuffer:
             for part in self.others.get(state, self.parts)
             if (found := value(part.piece)) is not None
         ]
-        # Wide elements first: then all are aligned without a gap, and every byte of the file belongs to a piece.
+        # Widest elements first: then all are aligned without gaps, and every byte of the file belongs to a piece.
         kinds.sort(key=lambda kind: -kind[2].itemsize)
         self.lots, position = [], 0
         for state, part, dtype in kinds:
@@ -165,7 +166,7 @@ class StagingBuffer:
         for stretch in _stretches(lot for lot in self.lots if _in_order(lot.part)):
             target = self._place(stretch.first, stretch.last)
             value = _kept(values, stretch.first)
-            # All of a tensor is copied as it is.
+            # A whole tensor is copied as it is.
             whole = target.numel() == value.numel()
             self._stretches.append((stretch, target.view(value.shape) if whole else target))
         for lot in self.lots:
@@ -187,7 +188,7 @@ class StagingBuffer:
 
 
 class _Present:
-    """Values, and of what rests in files copies: one at a time."""
+    """Values, and copies of those in files: one at a time."""
 
     def __init__(self, values: Mapping[str, Callable[[Held], Tensor | None]]) -> None:
         self._values = values
@@ -199,7 +200,7 @@ class _Present:
         if piece.filed is None:
             return _kept(self._values, lot)
         if self._last != (lot.state, piece):
-            self._copy = torch.empty(0)  # before there is another
+            self._copy = torch.empty(0)  # free it before allocating the next
             self._last, self._copy = (lot.state, piece), piece.filed.read(lot.state)
         return self._copy
 
@@ -221,15 +222,15 @@ def _stretches(lots: Iterable[Lot]) -> list[Stretch]:
 
 
 def _in_order(part: WrittenBox) -> bool:
-    """Whether its elements are one after another in the piece: whole rows, not transposed."""
+    """Whether its elements are contiguous in the piece: whole rows, not transposed."""
     return not part.view.transposed and part.within == tuple(slice(0, size) for size in part.shape)
 
 
 class PinnedMemory:
-    """Pinned host memory, which a GPU copies into while its host does other things. Its pages are locked.
+    """Pinned (page-locked) host memory, which a GPU copies into asynchronously.
 
-    That takes half a second a gigabyte, which no step is to wait for. It may also be refused (a limit on locked memory,
-    too little of it): then a copy goes through pageable memory, and training waits longer for it.
+    Pinning takes half a second per gigabyte, which no step should wait for. It may also fail (a limit on locked memory,
+    too little memory): then copies go through pageable memory, and training waits longer.
     """
 
     def __init__(self, size: int) -> None:
@@ -238,7 +239,7 @@ class PinnedMemory:
         pool.shutdown(wait=False)
 
     def take(self, size: int) -> tuple[Tensor, str]:
-        """So many bytes, and what is to be said of them."""
+        """Memory of this size, and a message about it, if any."""
         room, trouble = self._asked.result()
         return (room[:size], trouble) if room.numel() >= size else _pinned(size)
 

@@ -22,15 +22,17 @@ from shoal.train.files import replace_text, sync_directory
 
 UNFINISHED = ".unfinished-"
 REMOVED = f"{UNFINISHED}removed-"
-# Up to so many ranks' files are removed by one of them.
+# With up to this many ranks, one of them removes all files.
 REMOVED_BY_ONE = 64
 DAMAGED = "damaged-"
 REASON = "reason.txt"
-LAST_STEP = 10**18 - 1  # that a name has room for
+LAST_STEP = 10**18 - 1  # the largest that fits in a name
 
 
 class Unreachable(OSError):
-    """A place does not answer, or refuses. That says nothing about what lies there, so nothing there is given up."""
+    """A place does not respond, or refuses access. That says nothing about its contents, so nothing there is given
+    up.
+    """
 
 
 def step_name(step: int) -> str:
@@ -38,20 +40,20 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a name is of; None where it is no checkpoint's name."""
+    """The step in a checkpoint's name; None if it is not one."""
     match = re.fullmatch(r"step-([0-9]{8,18})", name)
-    # One with a zero too many would be looked for under another name.
+    # A name with extra zeros would not be found again.
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def check_name(name: str) -> None:
-    """Refuse what would lead out of a checkpoint's directory. No caller of ours has such a name."""
+    """Refuse names that lead out of a checkpoint's directory. Our own callers never use one."""
     if not is_file_name(name) and name != NAME:
         raise ValueError(f"{name!r} is no name of a checkpoint's file, or of an attempt")
 
 
 class CheckpointStorage(Protocol):
-    """Checkpoints by their steps. Ranks write files of one in parallel; then one of them commits it, or none does."""
+    """Checkpoints by step. Ranks write files of one in parallel; then one rank commits it, or it does not exist."""
 
     def committed(self) -> list[int]:
         """The steps of all committed checkpoints, oldest first."""
@@ -60,9 +62,9 @@ class CheckpointStorage(Protocol):
         """For messages."""
 
     def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
-        """Write a file of a checkpoint that is not committed yet, and return the name that it has there.
+        """Write a file of an uncommitted checkpoint; returns the file's name there.
 
-        ``attempt``: whose it is, of several that died.
+        ``attempt``: the attempt it belongs to; earlier ones may have died.
         """
 
     def commit(self, step: int, attempt: str, manifest: str) -> None: ...
@@ -75,16 +77,18 @@ class CheckpointStorage(Protocol):
     def remove(self, step: int) -> None: ...
 
     def share_removal(self, ranks: int) -> None:
-        """So many write files here. Of many each removes its own, with ``remove_share``, and none all of them."""
+        """How many ranks write files here. If many, each removes its own with ``remove_share``."""
 
     def remove_share(self, files: Iterable[str]) -> None:
-        """Of checkpoints that are being removed, the files with these names."""
+        """Remove these files from checkpoints that are being deleted."""
 
     def remove_rest(self) -> None:
-        """On the first rank, after a save: what is left of those that were being removed at the save before."""
+        """On the first rank, after a save: remove what is left of checkpoints that were being deleted at the
+        previous save.
+        """
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Take a damaged checkpoint out of the way, and keep it."""
+        """Move a damaged checkpoint out of the way, and keep it."""
 
     def read_manifest(self, step: int) -> bytes: ...
 
@@ -94,19 +98,19 @@ class CheckpointStorage(Protocol):
 
 
 def manifest_of(place: CheckpointStorage, step: int) -> Manifest:
-    """What a checkpoint says of itself, verified; what its parts list is verified as they are read."""
+    """A checkpoint's manifest, verified; lists of parts are verified as they are read."""
     return parse_manifest(place.read_manifest(step), f"{place.name(step)}/{NAME}")
 
 
 def check_file(place: CheckpointStorage, step: int, file: str, size: int) -> None:
-    """Refuse a file that is missing, or not as long as it was written. Does not read its content."""
+    """Refuse a file that is missing or has the wrong length. Does not read its content."""
     found = place.size(step, file)
     if found != size:
         raise Damaged(f"{place.name(step)}/{file} has {found} bytes, and {size} were written")
 
 
 class DirectoryStorage:
-    """A directory of a file system. ``durable``: what is committed survives a loss of power."""
+    """Checkpoints in a file-system directory. ``durable``: commits survive a power loss."""
 
     def __init__(self, path: Path, durable: bool = True) -> None:
         self.path, self.durable = path, durable
@@ -126,10 +130,10 @@ class DirectoryStorage:
         return str(self.at(step))
 
     def committed(self) -> list[int]:
-        """A rename is the commit, so a name is proof."""
+        """A rename is the commit, so an existing name is proof."""
         try:
             names = [entry.name for entry in self.path.iterdir()]
-        except (FileNotFoundError, NotADirectoryError):  # perhaps removed just now
+        except (FileNotFoundError, NotADirectoryError):  # perhaps just removed
             return []
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
@@ -153,7 +157,7 @@ class DirectoryStorage:
         if self.durable:
             sync_directory(aside)
         if target.exists():
-            # The same step, committed by an attempt whose later ones were lost: the same state.
+            # The same step, committed by an attempt whose later steps were lost: the same state.
             self.remove(step)
         aside.rename(target)
         if self.durable:
@@ -170,7 +174,7 @@ class DirectoryStorage:
                 entry.rename(self.path / f"{REMOVED}{entry.name.removeprefix(UNFINISHED)}")
 
     def remove(self, step: int) -> None:
-        # Renamed first: a half-removed checkpoint must not be taken for a whole one.
+        # Rename first: a half-removed checkpoint must not pass for a whole one.
         doomed = self.at(step).rename(self.path / f"{REMOVED}{step}-{os.getpid()}")
         if not self._shared:
             shutil.rmtree(doomed, ignore_errors=True)
@@ -184,7 +188,7 @@ class DirectoryStorage:
                 (entry / file).unlink(missing_ok=True)
 
     def remove_rest(self) -> None:
-        """Others may have looked for their files before it was renamed, but not twice."""
+        """Other ranks may have looked for their files before the rename, but not twice, so wait for the next save."""
         if self._shared:
             found = {entry.name for entry in self.path.glob(REMOVED + "*")}
             for name in found & self._doomed:
@@ -229,20 +233,20 @@ class DirectoryStorage:
             found = path.lstat()
         except OSError as error:
             raise Damaged(f"{path} is missing ({error.strerror})") from None
-        # A link, a pipe or a device is nothing that we wrote.
+        # A link, a pipe or a device is not something we wrote.
         if not stat.S_ISREG(found.st_mode):
             raise Damaged(f"{path} is no file of its own")
         return found
 
     def aside(self, step: int, attempt: str) -> Path:
-        """Where a checkpoint lies before it is committed."""
+        """Where a checkpoint is before it is committed."""
         check_name(attempt)
         return self.path / f"{UNFINISHED}{self.at(step).name}-{attempt}"
 
     def _send_off(self, handle: int, position: int, size: int) -> None:
-        """Let what was just written be on its way to the disk, which would else stand idle until the end."""
+        """Start writing back what was just written; otherwise the disk would idle until the end."""
         if self.durable and hasattr(os, "posix_fadvise"):
-            # To Linux this says: write it out, wait for nothing.
+            # On Linux this starts writeback without waiting for it.
             os.posix_fadvise(handle, position, size, os.POSIX_FADV_DONTNEED)
 
 

@@ -1,7 +1,8 @@
-"""The rows of a run beside its checkpoints in an object store, in parts: a run whose first rank is elsewhere has them.
+"""A run's metrics rows beside its checkpoints in an object store, in parts, so that a run whose first rank moves to
+another machine has them.
 
-Each commit adds the rows since the one before as ``metrics-FIRST-LAST.jsonl``. A resume drops what came after the step
-that it continues from, so no step is there twice. Needs no torch.
+Each commit adds the rows since the previous one as ``metrics-FIRST-LAST.jsonl``. A resume drops rows after the step it
+resumes from, so no step is stored twice. Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from shoal.train.files import read_rows, replace_text
 
 _PART = re.compile(r"metrics-([0-9]{8,18})-([0-9]{8,18})\.jsonl")
 
-# More parts than this are made one when a run resumes, for each takes a request.
+# More parts than this are merged into one when a run resumes, because each takes a request.
 MOST_PARTS = 64
 
 
 class StoredRows:
-    """Of one file of rows, each with its step; on the first rank."""
+    """The stored parts of one file of step rows; used on the first rank."""
 
     def __init__(self, store: ObjectStore, file: Path) -> None:
         self.store, self.file = store, file
-        self._sent = 0  # bytes of the file that are there
+        self._sent = 0  # bytes of the file already stored
 
     def bring(self, done: int) -> None:
-        """Have the rows up to a step both here and there, and none after it there."""
+        """Make the rows up to a step available both here and there, and remove later ones there."""
         here = {row["step"]: row for row in read_rows(self.file) if row["step"] <= done}
         there: dict[int, dict[str, Any]] = {}
         parts = self._parts()
@@ -39,7 +40,7 @@ class StoredRows:
                 if rows:
                     self._send(rows)
                 self.store.take_away(name)
-        # What is there was vouched for by a commit; here may be rows of an attempt that others have undone.
+        # Stored rows were vouched for by a commit; local ones may come from an attempt that others have rolled back.
         every = {**here, **there}
         if missing := sorted(here.keys() - there.keys()):
             self._send([here[step] for step in missing])
@@ -52,11 +53,11 @@ class StoredRows:
                     self.store.take_away(name)
 
     def begin(self) -> None:
-        """The file is as the run continues it, and all of it is there."""
+        """The file is now as the run continues it, and all of it is stored."""
         self._sent = self.file.stat().st_size
 
     def add(self) -> None:
-        """What the file has gained. To be called before a commit, which vouches for its rows."""
+        """Store new rows. Call it before a commit, which vouches for its rows."""
         with self.file.open("rb") as file:
             file.seek(self._sent)
             content = file.read()
@@ -76,7 +77,7 @@ class StoredRows:
 
 
 def _parse(text: str) -> list[dict[str, Any]]:
-    """Rows of a part; what is no row, because another has put it there, is none of ours."""
+    """The rows of a part; lines that are not rows were put there by others and are skipped."""
     rows = []
     for line in text.splitlines():
         try:

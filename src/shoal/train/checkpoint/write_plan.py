@@ -1,6 +1,6 @@
 """Which boxes of which tensors a rank writes, so that every element is written exactly once.
 
-What several ranks hold alike (replicas of ``dp``) they share out: each writes an equal part of it.
+Ranks that hold the same elements (replicas of ``dp``) split the work: each writes an equal share.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from shoal.facts.optimizers import factor_shape
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard, in_blocks, piece_boxes
 
-# Elements: larger pieces are cut, so that several threads hash and read one tensor, and none needs much memory.
+# In elements: larger pieces are cut, so that several threads can hash and read one tensor, with little memory each.
 LARGEST_PIECE = 1 << 23
 
 
 @dataclass(frozen=True)
 class WrittenBox:
-    """A box of one of Hugging Face's tensors, and where a piece has its elements."""
+    """A box of one of Hugging Face's tensors, and where its elements are in a piece."""
 
     piece: Shard
-    start: int  # of a range of the piece's elements that is, as ``shape``, a box of our parameter
+    start: int  # of a range of the piece that, as ``shape``, is a box of our parameter
     shape: tuple[int, ...]
-    within: tuple[slice, ...]  # which part of that is meant
+    within: tuple[slice, ...]  # the part of that box to write
     view: View
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     def of(self, values: Tensor) -> Tensor:
-        """This part of a tensor that has a value for each element of the piece, as Hugging Face has it."""
+        """This box, in Hugging Face's layout, from a tensor with one value per element of the piece."""
         flat = values.detach().reshape(-1)[self.start : self.start + math.prod(self.shape)]
         box = flat.view(self.shape)[self.within]
         return box[0] if self.view.stacked else box.T if self.view.transposed else box
@@ -53,7 +53,7 @@ def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
 def parts_by_views(
     of_parameter: Mapping[str, list[View]], pieces: list[Shard], mesh: Mesh
 ) -> list[WrittenBox]:
-    """The same, by how parameters are found in the checkpoint's tensors."""
+    """The same, with explicit views of parameters in the checkpoint's tensors."""
     return [
         part
         for piece, start, stop in _shared_out(pieces, mesh)
@@ -63,8 +63,9 @@ def parts_by_views(
 
 
 def factor_parts(pieces: list[Shard], state: str) -> list[WrittenBox]:
-    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates; of scales:
-    those of its blocks."""
+    """What this rank writes of Adafactor's means: those of matrices whose first element it updates; and of scales:
+    those of its own blocks.
+    """
     if state in SCALES:
         return [part for piece in pieces if piece.counted and piece.decayed for part in _scale_parts(piece)]
     found = []
@@ -96,7 +97,7 @@ def _scale_parts(piece: Shard) -> Iterator[WrittenBox]:
 
 
 def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, int]]:
-    """The elements that this rank writes of its pieces: of those that other replicas hold as well, its share."""
+    """The ranges of its pieces that this rank writes: its share of what other replicas also hold."""
     written = [piece for piece in pieces if piece.held.part.copy == 0 and not piece.held.copied]
     for replicas in dict.fromkeys(piece.held.group.replicated for piece in written):
         alike = [piece for piece in written if piece.held.group.replicated == replicas]
@@ -112,12 +113,12 @@ def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, i
 
 
 def _cut(piece: Shard, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """A long range as several, cut between rows where rows are shorter than that."""
+    """Split a long range, between rows where rows are shorter than a piece."""
     width = piece.box.size // piece.box.shape[0] if piece.box.shape else 1
     most = max(LARGEST_PIECE // width * width, width) if width < stop - start else LARGEST_PIECE
     row = piece.start % width
     while start < stop:
-        # Counted from the beginning of the row that the range begins in.
+        # Counted from the beginning of the row in which the range starts.
         end = min(stop, (start + row) // most * most + most - row)
         yield start, end
         start = end

@@ -15,17 +15,17 @@ from shoal.train.data.encode import Encoded, EncodeTask
 from shoal.train.data.row_format import EMPTY
 from shoal.train.data.sources import SourceFile
 
-A_FEW = 10  # tolerated where any are, but no more than half: a torn last line is no reason to stop
+A_FEW = 10  # tolerated if any are, but at most half: a torn last line is no reason to stop
 NAMED = 3
 
 
 @dataclass(frozen=True)
 class BadRows:
-    """Rows that are no documents, of all rows."""
+    """Rows that are not valid documents, with the number of all rows."""
 
     rows: int
     reasons: dict[str, int]
-    first: tuple[str, ...]  # a few of them, as a person reads them
+    first: tuple[str, ...]  # a few of them, in readable form
 
     @property
     def bad(self) -> int:
@@ -42,7 +42,7 @@ def count_bad_rows(tasks: Iterable[EncodeTask], results: Iterable[Encoded]) -> B
 
 
 def located(tasks: Iterable[EncodeTask], results: Iterable[Encoded]) -> Iterator[dict[str, Any]]:
-    """Every bad row with its file and its line there: a worker knows only the lines of its own piece."""
+    """Every bad row with its file and line number there: a worker knows only the line numbers in its own piece."""
     current: SourceFile | None = None
     before = 0  # lines of the current file in earlier pieces
     for task, result in zip(tasks, results, strict=True):
@@ -67,7 +67,7 @@ def located(tasks: Iterable[EncodeTask], results: Iterable[Encoded]) -> Iterator
 
 
 def read_bad_rows(manifest: dict[str, Any], quarantine: Path) -> BadRows:
-    """The bad rows of a dataset that was prepared before."""
+    """The bad rows of a previously prepared dataset."""
     with quarantine.open(encoding="utf-8") as handle:
         first = tuple(describe(json.loads(text)) for text, _ in zip(handle, range(NAMED), strict=False))
     return BadRows(manifest["rows"], manifest["bad_rows"], first)
@@ -78,7 +78,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
-    """BadInput when more than ``fraction`` of all rows (and more than a few) are bad, or none is good."""
+    """Raise BadInput if more than ``fraction`` of all rows (and more than a few) are bad, or all are."""
     allowed = tolerated(found.rows, fraction)
     if found.bad <= allowed and found.bad < found.rows:
         return
@@ -96,12 +96,12 @@ def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
 
 
 def tolerated(rows: int, fraction: float) -> int:
-    """How many of so many rows may be left out."""
+    """How many of ``rows`` may be left out."""
     return max(min(A_FEW, rows // 2), int(fraction * rows)) if fraction else 0
 
 
 def _remedy(found: BadRows) -> str:
-    """A field that is not there may have another name; a conversation without an answer has none."""
+    """A missing field may have another name; a conversation may lack an answer."""
     if found.reasons.keys() == {NO_ANSWER}:
         return f"give each row an answer, in a conversation a message of the role {ANSWERS!r}"
     if any(name in reason for reason in found.reasons for name in CHOICES):

@@ -1,4 +1,4 @@
-"""All data of a run under one path: what is trained on, one data set or a mix, and what is validated on."""
+"""All data of a run under one path: the training data, one dataset or a mix, and the validation sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIST = "collection.json"
 
 @dataclass(frozen=True)
 class Collection:
-    """Prepared data sets; ``weights`` has what a mix says of its parts, as JSON has it."""
+    """Prepared datasets; ``weights`` are a mix's weights of its parts, as in JSON."""
 
     path: Path
     parts: tuple[Dataset, ...]
@@ -33,7 +33,7 @@ class Collection:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that is trained on. What a run is validated on makes no other run of it."""
+        """A hash of all training data. Validation sets do not affect a run's identity."""
         if len(self.parts) == 1:
             return self.parts[0].fingerprint
         content = [[part.fingerprint for part in self.parts], list(self.weights)]
@@ -41,7 +41,7 @@ class Collection:
 
     @staticmethod
     def open(path: Path) -> Collection:
-        """What ``gather`` left, or one prepared data set."""
+        """Open what ``gather`` wrote, or a single prepared dataset."""
         try:
             content = read_json(path / LIST)
         except FileNotFoundError:
@@ -59,7 +59,7 @@ class Collection:
 def gather(
     cache: Path, parts: Sequence[Path], weights: Sequence[Any], validation: Mapping[str, Path]
 ) -> Path:
-    """One path for all of them. A single data set needs no other than its own."""
+    """One path for all of them. A single dataset keeps its own."""
     if len(parts) == 1 and not validation:
         return parts[0]
     content = {

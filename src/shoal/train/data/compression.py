@@ -1,4 +1,4 @@
-"""Compressed source files: opened by their ending, read from the start."""
+"""Compressed source files: recognised by extension, read sequentially from the start."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 
 
 class DamagedStream(Exception):
-    """A stream that its reader gives up on, whatever that calls it."""
+    """A stream that its reader cannot decode."""
 
 
-# What their readers raise where a file is damaged.
+# What readers raise for a damaged file.
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, DamagedStream)
 
 
 def ending(name: str) -> str:
-    """The ending that says how a file is compressed; empty where it is not."""
+    """The extension that names a file's compression; empty if it is not compressed."""
     return next((end for end in ENDINGS if name.lower().endswith(end)), "")
 
 
@@ -40,7 +40,7 @@ def open_compressed(path: Path, end: str) -> IO[bytes]:
 
 
 def check_readable(end: str, name: str) -> None:
-    """Refuse what needs a package that is not here."""
+    """Refuse a format whose package is not installed."""
     if end == ".zst":
         try:
             import zstandard  # noqa: F401
@@ -51,14 +51,14 @@ def check_readable(end: str, name: str) -> None:
 
 
 class _Zstandard(io.RawIOBase):
-    """A file of one or several Zstandard frames. The package's own reader takes one that is cut off for a whole one."""
+    """A file of one or more Zstandard frames. The package's own reader does not notice a truncated frame."""
 
     def __init__(self, path: Path) -> None:
         import zstandard
 
         self._error, self._frame = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
         self._file = path.open("rb")
-        self._open: Any = None  # the frame that is being read
+        self._open: Any = None  # the frame being read
         self._packed, self._ready = b"", b""
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of chat and instruction data: the spellings that are about, read as one list of messages."""
+"""Rows of chat and instruction data: the common formats, read as one list of messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 ANSWERS = "assistant"  # the role whose messages a model learns to write
 NO_ANSWER = "no answer"
 
-# ShareGPT's names of roles; others are handed to the template as they are.
+# ShareGPT's role names; other names are passed to the template unchanged.
 ROLES = {"human": "user", "gpt": ANSWERS, "bot": ANSWERS, "chatgpt": ANSWERS, "observation": "tool"}
-# Where a row keeps its conversation, and what it calls prompt and answer.
+# Fields that hold a conversation, a prompt, or an answer.
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PAIRS = (
     ("prompt", "completion"),
@@ -25,12 +25,12 @@ PAIRS = (
 Message = dict[str, Any]
 SAME = "chosen and rejected are the same"
 APART = "chosen and rejected differ before the answer"
-# What a row of preferences calls its two answers.
+# The two answers of a preference row.
 CHOICES = ("chosen", "rejected")
 
 
 def read_chat(row: dict[str, Any], field: str) -> list[Message] | str:
-    """The messages of a row of ``format = "chat"``, or why it has none. ``field``: where the user says they are."""
+    """The messages of a row of ``format = "chat"``, or why it has none. ``field``: the field the user named."""
     name = field if field in row else next((name for name in CONVERSATIONS if name in row), None)
     if name is None:
         return f"no field {CONVERSATIONS[0]!r} or {CONVERSATIONS[1]!r}"
@@ -41,12 +41,12 @@ def read_chat(row: dict[str, Any], field: str) -> list[Message] | str:
 
 
 def learned(message: Message) -> bool:
-    """Whether it is an answer that counts: OpenAI's rows switch one off by its ``weight``, axolotl's by ``train``."""
+    """Whether to train on this answer: OpenAI's rows disable one with ``weight``, axolotl's with ``train``."""
     return message["role"] == ANSWERS and message.get("weight") != 0 and message.get("train") is not False
 
 
 def read_tools(row: dict[str, Any]) -> Any:
-    """What a template is told of tools; ValueError where it is no JSON, as which many tables keep them."""
+    """The tools to pass to a template, often stored as JSON text; raises ValueError if that is invalid."""
     tools = row.get("tools")
     return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else tools
 
@@ -70,9 +70,9 @@ def read_pair(row: dict[str, Any]) -> list[Message] | str:
 
 
 def read_preference(row: dict[str, Any]) -> tuple[list[list[Message]], int] | str:
-    """The two conversations of a row of ``format = "preference"``, the chosen one first, or why it has none.
+    """The two conversations of a row of ``format = "preference"``, chosen first, or why it has none.
 
-    With how many messages they have in common: the answers that are compared come after them.
+    Also returns how many messages they share: the compared answers come after these.
     """
     found = []
     for name in CHOICES:
@@ -94,7 +94,7 @@ def read_preference(row: dict[str, Any]) -> tuple[list[list[Message]], int] | st
 
 
 def _answered(row: dict[str, Any], name: str) -> list[Message] | str:
-    """The prompt with one of its answers, however the row has them: texts, messages, or the whole conversation."""
+    """The prompt with one of its answers, whether the row has texts, messages, or the whole conversation."""
     answer, prompt = row.get(name), row.get("prompt")
     if answer is None:
         return f"no {name!r}"
@@ -110,7 +110,7 @@ def _answered(row: dict[str, Any], name: str) -> list[Message] | str:
     if messages[-1]["role"] != ANSWERS or not _says_something(messages[-1]):
         return f"{name!r}: {NO_ANSWER}"  # at its end
     if messages[0]["role"] != ANSWERS:
-        return messages  # the whole conversation, whatever the row says of its prompt
+        return messages  # the whole conversation, whatever the row says about its prompt
     if isinstance(prompt, str):
         return [*_system(row), {"role": "user", "content": prompt}, *messages]
     before = _messages(prompt, "prompt")
@@ -118,7 +118,7 @@ def _answered(row: dict[str, Any], name: str) -> list[Message] | str:
 
 
 def _system(row: dict[str, Any]) -> list[Message]:
-    """The message that a row keeps beside its conversation."""
+    """The system message that a row stores beside its conversation."""
     text = row.get("system")
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
@@ -142,9 +142,9 @@ def _messages(value: Any, name: str) -> list[Message] | str:
 
 
 def _message(given: Message) -> Message | None:
-    """With ``role`` and ``content``; whatever else it has, a template may want.
+    """A message with ``role`` and ``content``, plus anything else a template may use.
 
-    What is null is not there: rows of a table, and the answers of clients, have every field that any message has.
+    Null fields are dropped: table rows, and answers of clients, have every field that any message has.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if "role" not in given and "from" in given:

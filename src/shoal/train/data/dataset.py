@@ -18,11 +18,11 @@ from shoal.train.data.shards import FORMAT, answers_file, manifest_hash
 from shoal.train.data.streamed import MANIFEST, StreamedShards, comes_later, read_origin
 
 QUARANTINE = "bad_rows.jsonl"
-MOST = 1 << 62  # of anything that a manifest counts
+MOST = 1 << 62  # limit on any count in a manifest
 
 
 class TokenStream:
-    """All tokens of one split, one document after another, across its shards."""
+    """All tokens of one split, across its shards, document after document."""
 
     def __init__(
         self,
@@ -32,7 +32,9 @@ class TokenStream:
         answers: Sequence[np.ndarray] | StreamedShards | None = None,
         fingerprint: str = "",
     ) -> None:
-        """``answers``: of each shard, whether each token is learned; None: all are. ``fingerprint``: of all of it."""
+        """``answers``: per shard, whether each token is trained on; None: all are. ``fingerprint``: a hash of
+        everything.
+        """
         self.name, self.fingerprint = name, fingerprint
         self.document_ends = document_ends  # offsets just after each document
         self.shards, self._answers = shards, answers
@@ -44,12 +46,12 @@ class TokenStream:
 
     @property
     def shard_starts(self) -> list[int]:
-        """The first token of each shard, and how many there are in all."""
+        """The first token of each shard, and the total."""
         return [int(start) for start in self._starts]
 
     @property
     def has_answers(self) -> bool:
-        """Whether some tokens are learned and others are not."""
+        """Whether only some tokens are trained on."""
         return self._answers is not None
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -57,7 +59,7 @@ class TokenStream:
         return self._read(self.shards, start, stop)
 
     def learned(self, start: int, stop: int) -> np.ndarray:
-        """Whether each of these tokens is one that a model learns to write."""
+        """Whether each of these tokens is trained on."""
         if self._answers is None:
             return np.ones(stop - start, dtype=bool)
         return self._read(self._answers, start, stop) != 0
@@ -93,17 +95,19 @@ class Dataset:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents come in twos: a chosen answer, then the rejected one."""
+        """Whether documents come in pairs: a chosen answer, then the rejected one."""
         return bool(self.manifest.get("pairs"))
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and document end, wherever they came from and wherever they lie."""
+        """A hash of every token and document end, independent of where they came from or are stored."""
         hashes = {name: file["blake3"] for name, file in self.manifest["files"].items() if name != QUARANTINE}
         return blake3(json.dumps([self.manifest["dtype"], hashes], sort_keys=True).encode()).hexdigest()
 
     def check_documents(self) -> None:
-        """BadInput where documents do not end where the tokens do. To know more, every byte has to be read."""
+        """Raise BadInput if the last document does not end at the last token. Checking more would mean reading every
+        byte.
+        """
         for stream in (self.train, self.heldout):
             ends = stream.document_ends
             if len(ends) and not 0 < int(ends[0]) <= int(ends[-1]) == len(stream):
@@ -112,7 +116,7 @@ class Dataset:
 
     @staticmethod
     def open(path: Path, verify: bool = False) -> Dataset:
-        """Opens a prepared directory. ``verify`` reads and checks every byte, not the sizes alone."""
+        """Open a prepared directory. ``verify`` reads and checks every byte, not only the sizes."""
         path = Path(path)
         manifest = read_manifest(path)
         _check_files(path, manifest, verify)
@@ -122,14 +126,14 @@ class Dataset:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a prepared directory, whole and of our format, else BadInput."""
+    """The manifest of a prepared directory; BadInput unless it is intact and in our format."""
     try:
         manifest = read_json(path / MANIFEST)
     except FileNotFoundError:
         raise _no_dataset(path) from None
     except ValueError as error:
         raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: it is not JSON ({error})"]) from None
-    # Other directories have a manifest too, a run for one. Never tell the user to delete those.
+    # Other directories, such as a run's, have a manifest too. Never tell the user to delete those.
     if not isinstance(manifest, dict) or not {"blake3", "format", "splits"} <= manifest.keys():
         raise _no_dataset(path)
     if manifest["format"] != FORMAT:
@@ -147,7 +151,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _makes_sense(manifest: dict[str, Any]) -> bool:
-    """Whether all names are of files inside of the directory, and all numbers such that a dataset can have them."""
+    """Whether all file names stay inside the directory and all numbers are possible for a dataset."""
     files, splits = manifest["files"], manifest["splits"]
     named = [name for split in splits.values() for name in split["shards"]]
     masks = [answers_file(name) for name in named] if manifest.get("answers") else []
@@ -181,7 +185,7 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
 
 
 def check_vocabulary(dataset: Dataset, vocab: int) -> None:
-    """BadInput when a token of the data has no row in the model's embedding."""
+    """Raise BadInput if a token of the data has no row in the model's embedding."""
     if dataset.largest_id >= vocab:
         tokenizer = dataset.manifest["tokenizer"]
         raise BadInput(
@@ -246,7 +250,7 @@ def _open_split(path: Path, manifest: dict[str, Any], name: str) -> TokenStream:
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    # An empty file cannot be mapped.
+    # An empty file cannot be memory-mapped.
     if path.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")

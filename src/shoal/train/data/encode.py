@@ -17,12 +17,12 @@ from shoal.train.data.row_format import RowFormat, SourceText
 from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 
-BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
+BATCH_CHARACTERS = 1 << 20  # text passed to the tokenizer per call
 
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """What one worker does in one go. How pieces are grouped never shows in the result."""
+    """One unit of work for a worker. The grouping of pieces never affects the result."""
 
     number: int
     pieces: tuple[FilePiece, ...]
@@ -34,7 +34,7 @@ class EncodeTask:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def file(self, suffix: str) -> Path:
-        """``tokens``: ids. ``answers``: one byte a token. ``ends``: int64 offsets. ``hashes``: 8 bytes a document.
+        """``tokens``: ids. ``answers``: one byte per token. ``ends``: int64 offsets. ``hashes``: 8 bytes per document.
 
         ``bad``: JSON lines, each with its piece and line.
         """
@@ -43,7 +43,7 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What is in a task's spool files."""
+    """Statistics of a task's spool files."""
 
     tokens: int
     documents: int
@@ -54,7 +54,7 @@ class Encoded:
 
 
 def group(pieces: Iterable[FilePiece], spool: Path, reading: RowFormat) -> Iterator[EncodeTask]:
-    """Pieces in tasks of about ``PIECE_BYTES``, so that a thousand small files are no thousand tasks."""
+    """Group pieces into tasks of about ``PIECE_BYTES``, so that a thousand small files are not a thousand tasks."""
     number, waiting, size = 0, [], 0
     for piece in pieces:
         waiting.append(piece)
@@ -67,7 +67,7 @@ def group(pieces: Iterable[FilePiece], spool: Path, reading: RowFormat) -> Itera
 
 
 def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
-    """Reads, tokenises and spools the pieces of one task."""
+    """Read, tokenise and spool the pieces of one task."""
     with (
         task.file("tokens").open("wb") as tokens_file,
         task.file("ends").open("wb") as ends_file,
@@ -97,21 +97,21 @@ def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest type that holds every id."""
+    """The narrowest dtype that holds every id."""
     return np.dtype("<u2") if tokenizer.vocab <= 1 << 16 else np.dtype("<u4")
 
 
 class _Batch:
-    """Texts on their way to the tokenizer, and what was met while they were collected."""
+    """Texts waiting for the tokenizer, and bookkeeping for them."""
 
     def __init__(self) -> None:
         self.documents: list[SourceText] = []
         self.closes: list[bool] = []  # whether the document ends with this text
-        self.hashes: list[bytes] = []  # of documents that are here as a whole
+        self.hashes: list[bytes] = []  # of documents that are here in full
         self.characters = 0
         self.bad: list[dict[str, Any]] = []
         self.rows = 0
-        self.lines: list[int] = []  # of the pieces that were finished
+        self.lines: list[int] = []  # line counts of finished pieces
 
     def add(self, document: SourceText, closes: bool, begins: bool = True) -> None:
         self.documents.append(document)
@@ -121,7 +121,7 @@ class _Batch:
         self.characters += len(document.text)
 
     def encoded(self, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each text with, for each, whether a model learns to write it."""
+        """The ids of each text and, for each id, whether it is trained on."""
         texts = [document.text for document in self.documents]
         if all(document.answers is None for document in self.documents):
             return [(ids, np.ones(len(ids), dtype=np.uint8)) for ids in tokenizer.encode_batch(texts)]
@@ -145,7 +145,7 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
                     {"piece": number, "line": line + 1, "reason": row.reason, "start": row.shown}
                 )
                 if is_text and piece.start > 0 and piece.closes:
-                    # The document began in earlier pieces and must still end.
+                    # The document began in earlier pieces and still has to end.
                     batch.add(SourceText(""), closes=True, begins=False)
             line += row.lines
             if batch.characters >= BATCH_CHARACTERS or len(batch.bad) >= 1000:
@@ -156,7 +156,7 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
 
 
 def _in_answers(stops: np.ndarray, document: SourceText) -> np.ndarray:
-    """Whether each token's last character is in an answer; ``stops``: the character after each token."""
+    """Whether each token's last character is in an answer; ``stops``: the character index after each token."""
     inside = np.zeros(len(stops), dtype=np.uint8)
     for start, stop in document.answers or ():
         inside |= ((stops > start) & (stops <= stop)).astype(np.uint8)
@@ -164,10 +164,10 @@ def _in_answers(stops: np.ndarray, document: SourceText) -> np.ndarray:
 
 
 def _join(batch: _Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All ids one after another, whether each is learned, and the offsets where documents end.
+    """All ids concatenated, whether each is trained on, and the offsets where documents end.
 
-    Each document that closes gets the end id, unless its template gave it one; it is learned where what stands before
-    it is.
+    Each document that closes gets the end id, unless its template gave it one; it is trained on if the token before it
+    is.
     """
     dtype = token_type(tokenizer)
     end = np.array([tokenizer.end], dtype=dtype)
@@ -188,5 +188,5 @@ def _join(batch: _Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, 
     return np.concatenate(parts), np.concatenate(learned), ends
 
 
-# A worker opens its tokenizer once, not once a task.
+# A worker opens its tokenizer once, not once per task.
 open_once = functools.cache(open_tokenizer)

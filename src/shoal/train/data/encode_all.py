@@ -24,9 +24,9 @@ def encode_all(
     progress: Callable[[int, int], None] | None,
     ray: str | None = None,
 ) -> list[Encoded]:
-    """Every task's result, in the order of the tasks. Small work is done in this process.
+    """Every task's result, in task order. Small inputs are encoded in this process.
 
-    ``ray``: the address of a Ray cluster, whose nodes do it instead.
+    ``ray``: the address of a Ray cluster, whose nodes do the work.
     """
     total, done = sum(task.bytes for task in tasks), 0
     results: dict[int, Encoded] = {}
@@ -49,7 +49,7 @@ def encode_all(
 def _encode_in_pool(
     tasks: list[EncodeTask], workers: int, tokenizer_text: str, end_token: str | None
 ) -> Generator[tuple[EncodeTask, Encoded]]:
-    # spawn, not fork: the caller may hold threads and a GPU.
+    # spawn, not fork: the caller may have threads and a GPU.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
@@ -66,12 +66,12 @@ def _encode_in_worker(task: EncodeTask, tokenizer_text: str, end_token: str | No
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes already provide the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool's workers wait for work for ever when their parent is killed."""
+    """End when the parent is killed; a pool's workers would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""What the first row of a source says of all of them: whether rows are text, conversations or prompts with answers."""
+"""Infer the format of a source from its first row: text, conversations, or prompts with answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shoal.train.data.sources import SourceFile, find_files
 from shoal.train.data.streamed import MANIFEST
 from shoal.train.data.tables import read_table
 
-LONGEST_FIRST = 1 << 24  # bytes of a line that are looked at
+LONGEST_FIRST = 1 << 24  # the most bytes of a line to examine
 
 
 def look_at_rows(source: str, key: str = "data.source") -> dict[str, Any]:
-    """Values of the table ``[data]`` that differ from their defaults; BadInput where the source names no file."""
+    """Values of the ``[data]`` table that should differ from their defaults; BadInput if the source matches no file."""
     if source == "stdlib" or remote.is_remote(source) or (Path(source).expanduser() / MANIFEST).is_file():
         return {}
     row = _first(find_files(source, key)[0])
@@ -32,7 +32,7 @@ def look_at_rows(source: str, key: str = "data.source") -> dict[str, Any]:
 
 
 def _first(file: SourceFile) -> dict[str, Any]:
-    """Empty where there is none, or none that can be read: preparing the data says what is wrong with it."""
+    """The first row; empty if it is missing or unreadable: preparing the data reports what is wrong."""
     try:
         if file.kind == "table":
             return next(read_table(file.path, file.name, range(1), None), {})

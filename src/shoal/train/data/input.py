@@ -1,4 +1,4 @@
-"""A run's loader, from its config and its data: samples, their order, and what the run is validated on."""
+"""A run's loader, built from its config and data: samples, their order, and the validation sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_loader(config: Config, data: Collection, tokenizer: Tokenizer) -> Loade
 
 
 def order_of(config: Config, cut: CutSamples) -> SampleOrder:
-    """Samples that belong together are one another's neighbours in every step."""
+    """The order of samples. Samples that belong together are neighbours in every step."""
     together = cut.parts[0].together
     order = _order_of_groups(config, cut, together)
     return order if together == 1 else GroupedOrder(order, together)
@@ -34,7 +34,7 @@ def _order_of_groups(config: Config, cut: CutSamples, together: int) -> SampleOr
     seed = config.recipe.seed
     if not config.data.mix:
         return _order(config.data, seed, cut.parts[0])
-    # Parts of equal length in one order would always be met side by side.
+    # Without seeds of their own, parts of equal length would always be paired in the same order.
     seeds = [mix((seed + number) & MASK) for number in range(len(cut.parts))]
     parts = [_order(config.data, one, part) for one, part in zip(seeds, cut.parts, strict=True)]
     counts = [len(part) // together for part in cut.parts]
@@ -49,7 +49,7 @@ def _order(data: DataSection, seed: int, samples: Samples) -> SampleOrder:
 
 
 def phases(data: DataSection, clock: SampleClock, together: int = 1) -> list[MixPhase]:
-    """A mix's weights, from its first sample and from each step on that changes one."""
+    """A mix's weights: the initial ones, and those after each step that changes one."""
     found = []
     for step in sorted({1, *(change.step for part in data.mix for change in part.later)}):
         weights = tuple(Fraction(str(part.weight_at(step))) for part in data.mix)

@@ -19,7 +19,7 @@ from shoal.train.data.samples import AnySamples, Sample
 
 STEPS_AHEAD = 2
 
-# The order of samples is computed for several steps at a time: a few long arrays, not many short ones.
+# Compute the order of samples for several steps at a time: a few long arrays are faster than many short ones.
 INDICES_AT_ONCE = 4096
 
 
@@ -28,21 +28,22 @@ class Batch:
     """Some rows of a global batch."""
 
     tokens: torch.Tensor  # int64 [rows, seq]
-    targets: torch.Tensor  # int64 [rows, seq], IGNORE where there is nothing to predict
-    # int64 [rows, seq], always 0 to seq - 1: the place in the row, which rotary angles and the random numbers
-    # of dropout follow from. It never restarts at a document: two tokens of a row would then share their
-    # dropout, and rotary attention, which sees differences of positions only, would gain nothing.
+    targets: torch.Tensor  # int64 [rows, seq], IGNORE if there is no target
+    # int64 [rows, seq], always 0 to seq - 1: the position in the row, which rotary angles and dropout's random numbers
+    # use. It never restarts at a document: two tokens of a row would then share their dropout, and rotary attention,
+    # which depends only on differences of positions, would gain nothing.
     positions: torch.Tensor
-    documents: Documents | None  # where attention stays within them
+    documents: Documents | None  # set if attention stays within documents
     rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
-    # What the loss is a sum over, targets or pairs; counted here, on the CPU, so that no caller waits for a device.
+    # What the loss is a sum over, targets or pairs; counted here on the CPU, so that no caller synchronises with a
+    # device.
     count: int
-    samples: tuple[int, ...] = ()  # which of all samples the rows are
-    # float64 [rows]: what a loss with a reference compares each row's log-probability with; NaN: the row counts not.
+    samples: tuple[int, ...] = ()  # the index of each row's sample
+    # float64 [rows]: what a loss with a reference compares each row's log-probability with; NaN: ignore the row.
     reference: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """With what a device computes with there; ``rows`` stays where reading it waits for no device."""
+        """Move what a device computes with; ``rows`` stays where reading it does not synchronise."""
         return replace(
             self,
             tokens=to_device(self.tokens, device),
@@ -54,7 +55,7 @@ class Batch:
 
 
 class Loader:
-    """Training samples in their order, and validation samples, where there are any, as they come."""
+    """Training samples in their order, and validation samples, if any, in their stored order."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Loader:
         heldout: AnySamples | None = None,
         validation: Mapping[str, AnySamples] | None = None,
     ) -> None:
-        """``heldout``: the validation set that the run is judged by; ``validation``: all of them."""
+        """``heldout``: the validation set that judges the run; ``validation``: all of them."""
         self.samples, self.order, self.clock, self.heldout = samples, order, clock, heldout
         self.validation = dict(validation or {})
 
@@ -73,25 +74,25 @@ class Loader:
         return 0 if self.heldout is None else len(self.heldout)
 
     def rows(self, step: int, positions: Sequence[int]) -> Batch:
-        """The rows at these positions of the global batch of a step (steps start at 1)."""
+        """The rows at these positions of a step's global batch (steps start at 1)."""
         (indices,) = self._indices([step], [positions])
         return self._rows(indices, positions)
 
     def used(self, step: int) -> list[int]:
-        """Every sample of a step, in the order of the global batch."""
+        """Indices of a step's samples, in the order of the global batch."""
         (indices,) = self._indices([step], [range(self.clock.at(step))])
         return [int(index) for index in indices]
 
     def used_in(self, first: int, last: int) -> list[int]:
-        """Every sample of these steps, once."""
+        """Indices of all samples of these steps, without repeats."""
         before, after = self.clock.before(first), self.clock.before(last + 1)
         if after - before >= len(self.samples):
-            return list(range(len(self.samples)))  # an epoch has them all
+            return list(range(len(self.samples)))  # an epoch uses all of them
         numbers = np.arange(before, after, dtype=np.uint64)
         return np.unique(self.order.indices(numbers)).tolist()
 
     def _indices(self, steps: Sequence[int], places: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Which sample is at each of a step's places, for each of these steps."""
+        """For each step, the index of the sample at each position."""
         numbers = []
         for step, mine in zip(steps, places, strict=True):
             if step < 1 or not all(0 <= position < self.clock.at(step) for position in mine):
@@ -107,13 +108,15 @@ class Loader:
         )
 
     def heldout_rows(self, positions: Sequence[int]) -> Batch:
-        """Rows of the validation set that the run is judged by."""
+        """Rows of the validation set that judges the run."""
         if self.heldout is None:
             raise ValueError("there are no held-out samples")
         return validation_rows(self.heldout, positions)
 
     def heldout_prompt(self, number: int, tokens: int) -> torch.Tensor:
-        """What a text to generate begins with, of so many tokens, or a conversation up to its first answer."""
+        """A prompt for generating text: the first ``tokens`` tokens of a text, or a conversation up to its first
+        answer.
+        """
         if self.heldout is None:
             raise ValueError("there are no held-out samples")
         return torch.from_numpy(self.heldout.prompt(number, tokens))
@@ -121,9 +124,9 @@ class Loader:
     def steps(
         self, first: int, last: int, positions: Callable[[int], Sequence[Sequence[int]]]
     ) -> Generator[tuple[int, list[Batch]]]:
-        """Each step from ``first`` to ``last`` with its micro-batches, which a thread prepares ahead.
+        """Each step from ``first`` to ``last`` with its micro-batches, prefetched by a thread.
 
-        ``positions`` of a step: those of the global batch that are wanted, a group for each micro-batch.
+        ``positions`` returns a step's wanted positions of the global batch, grouped by micro-batch.
         """
         ready: queue.Queue[tuple[int, list[Batch]] | BaseException | None] = queue.Queue(STEPS_AHEAD)
         stopped = threading.Event()
@@ -170,7 +173,7 @@ class Loader:
 
 
 def validation_rows(samples: AnySamples, positions: Sequence[int]) -> Batch:
-    """The samples with these numbers. Past the last one, a row is empty: it has no targets.
+    """The samples with these indices. Rows past the last sample are empty: they have no targets.
 
     So every rank can run equally many rows, and each sample still counts once.
     """

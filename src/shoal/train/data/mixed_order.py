@@ -1,8 +1,9 @@
-"""The order of samples of a mix: whose turn it is, by weight, and which of its samples.
+"""The order of samples in a mix: which part is next, by weight, and which of its samples.
 
-Of every two parts, a first one and all others, the first has had ``floor(n · share)`` of n samples. So each number of a
-run belongs to one part, and how many of each came before follows from the number alone: nothing is drawn, nothing is
-counted, and every stretch of a run has the shares that were asked for, to within one sample a part.
+Parts are split off one at a time: of n samples shared by a first part and all the rest, the first gets ``floor(n ·
+share)``. So every index of a run belongs to one part, and how many samples of each part came before follows from the
+index alone: nothing is drawn or counted, and every stretch of a run has the requested shares, to within one sample per
+part.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from shoal.train.data.order import SampleOrder
 
 @dataclass(frozen=True)
 class MixPhase:
-    """Weights that hold from a number of samples on."""
+    """Weights that apply from a number of samples on."""
 
     first: int
     weights: tuple[Fraction, ...]
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the phase's first samples are each part's."""
+        """How many of the phase's first samples come from each part."""
         left, weight, found = samples, sum(self.weights), []
         for mine in self.weights:
             taken = left * mine // weight if weight else 0
@@ -36,7 +37,7 @@ class MixPhase:
 
 
 class MixedOrder:
-    """Samples of all parts, numbered one part after another."""
+    """Samples of all parts, numbered part after part."""
 
     def __init__(
         self, parts: Sequence[SampleOrder], sizes: Sequence[int], phases: Sequence[MixPhase]
@@ -44,7 +45,7 @@ class MixedOrder:
         self.parts, self.phases = list(parts), list(phases)
         self._offsets = list(accumulate(sizes, initial=0))[:-1]
         self._firsts = [phase.first for phase in phases]
-        # What each part has given when a phase begins.
+        # Samples used of each part when a phase begins.
         self._given = [[0] * len(parts)]
         for phase, after in pairwise(phases):
             new = phase.counts(after.first - phase.first)
@@ -62,7 +63,7 @@ class MixedOrder:
         return found
 
     def turn(self, number: int) -> tuple[int, int]:
-        """Whose turn the ``number``-th sample of the run is, and how many that part gave before."""
+        """Which part the run's ``number``-th sample comes from, and how many samples of that part came before."""
         which = bisect_right(self._firsts, number) - 1
         phase = self.phases[which]
         before, after = (phase.counts(number - phase.first + more) for more in (0, 1))

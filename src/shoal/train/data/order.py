@@ -1,8 +1,8 @@
 """The order of samples: a pure function of the seed and the number of samples before.
 
-Every epoch is its own pseudo-random permutation of all samples. It is computed, not stored: a small Feistel
-network permutes the numbers of a power of two, and numbers that fall outside the range walk on until they
-fall inside. Rank, world size and worker count play no part.
+Every epoch is its own pseudo-random permutation of all samples. It is computed, not stored: a small Feistel network
+permutes the integers below a power of two, and values outside the range are permuted again until they fall inside.
+Rank, world size and worker count play no part.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-ROUNDS = 8  # four are enough for large ranges; ranges of a handful of samples need more to reach every order
+ROUNDS = 8  # four suffice for large ranges; a handful of samples needs more to reach every order
 MASK = (1 << 64) - 1
 
-# Each function below works on a Python integer and on an array of uint64 alike: the masks hold the former
-# to 64 bits and change nothing in the latter. One definition, so the two can never differ.
+# Every function below works on a Python integer and on a uint64 array alike: the masks limit the former to 64 bits and
+# do not change the latter. With one definition, the two cannot differ.
 Word = TypeVar("Word", int, np.ndarray)
 
 
@@ -24,7 +24,7 @@ class SampleOrder(Protocol):
     """Which sample is used when."""
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The sample that each of these is, counted from the beginning of the run (from 0), as uint64."""
+        """The samples at these indices, counted from the start of the run (from 0), as uint64."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GlobalOrder:
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """Of samples that belong together, so many one after another: ``groups`` orders the groups."""
+    """Samples that belong together stay adjacent: ``groups`` orders the groups."""
 
     groups: SampleOrder
     size: int
@@ -51,7 +51,7 @@ class GroupedOrder:
 
 
 def mix(value: Word) -> Word:
-    """A bijective hash of 64 bits (the output function of splitmix64)."""
+    """A bijective 64-bit hash (the output function of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK

@@ -43,8 +43,8 @@ from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.files import sync_directory
 
 FETCHED = "fetched"
-UNFINISHED = ".preparing-"  # prefix of directories at work; nothing opens them
-STALE_SECONDS = 900  # a run at work writes every few seconds
+UNFINISHED = ".preparing-"  # prefix of unfinished directories; nothing opens them
+STALE_SECONDS = 900  # a live process writes every few seconds
 
 
 def prepare(
@@ -65,13 +65,12 @@ def prepare(
     progress: Callable[[int, int], None] | None = None,
     key: str = "data.source",
 ) -> Path:
-    """The directory of the tokenised source, made now or found.
+    """The directory of the tokenised source, created now or found.
 
     ``source`` is ``stdlib``, a path, a glob, a URL, or a directory made by an earlier call. ``heldout`` and
-    ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core; ``ray``: on the
-    nodes of a Ray cluster instead;
-    ``progress`` gets the bytes done and the bytes in all. ``keep``: of a directory behind a URL, how many shards are to
-    be here at a time; 0: all. ``key``: what named the source, for messages.
+    ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one per core; ``ray``: use
+    the nodes of a Ray cluster instead; ``progress`` receives bytes done and total bytes. ``keep``: how many shards of a
+    directory behind a URL to keep locally at a time; 0: all. ``key``: the setting that named the source, for messages.
     """
     cache = cache.expanduser()
     opened = open_tokenizer(tokenizer, end_token)
@@ -103,7 +102,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """All that a prepared directory follows from, but for the files."""
+    """Everything that determines a prepared directory, except the files."""
 
     source: str
     tokenizer: str
@@ -128,7 +127,7 @@ class _Preparation:
         return target
 
     def from_url(self) -> Path:
-        """As from files, which are fetched where their tokens are not here yet."""
+        """Like ``from_files``; files are fetched if their tokens are not here yet."""
         listed = look(self.source)
         digests = recall(listed, self.cache)
         names = [(Path(one.url), one.url) for one in listed]
@@ -185,9 +184,9 @@ class _Preparation:
         _publish(directory, target)
 
     def _key(self, files: list[SourceFile], digests: list[str]) -> str:
-        """What the result depends on, hashed. Not the files' names: moved text is the same text."""
+        """A hash of what determines the result. File names do not count: moved text is the same text."""
         content = [
-            # gzip came first, when there was no other.
+            # gzip is recorded as a boolean: it came first, when there was no other compression.
             [file.kind, {"": False, ".gz": True}.get(file.compression, file.compression), file.size, digest]
             for file, digest in zip(files, digests, strict=True)
         ]
@@ -221,7 +220,9 @@ def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
 
 
 def _refuse_changed(files: list[SourceFile]) -> None:
-    """The directory's name promises the content that was hashed before it was read."""
+    """Refuse files that changed meanwhile: the directory's name promises the content that was hashed before it was
+    read.
+    """
     changed = [file.name for file in files if not file.unchanged()]
     if changed:
         raise BadInput(
@@ -238,7 +239,7 @@ def _write_dataset(
     tokenizer: Tokenizer,
     heldout: float,
 ) -> dict[str, Any]:
-    """Writes both splits and the quarantine; returns their part of the manifest."""
+    """Write both splits and the quarantine; returns their part of the manifest."""
     quarantine = HashedFile(directory / QUARANTINE)
     for row in located(tasks, results):
         quarantine.write(json.dumps(row).encode() + b"\n")
@@ -251,7 +252,7 @@ def _write_dataset(
     if heldout > 0 and whole_documents_work(documents // together, heldout):
         split_by_document(blocks, heldout, splits["train"], splits["heldout"], together)
     else:
-        # One long text has no other document to hold out: the end of it serves.
+        # A single long text has no other document to hold out, so its end is held out.
         cut_at = tokens - max(1, round(tokens * heldout)) if heldout > 0 else tokens
         if tasks[0].reading.template is not None:
             cut_at = _between_documents(tasks, results, documents, heldout, together)
@@ -265,7 +266,7 @@ def _write_dataset(
     known = np.concatenate([np.fromfile(task.file("hashes"), dtype="<u8") for task in tasks])
     return {
         "dtype": token_type(tokenizer).str,
-        "duplicates": len(known) - len(np.unique(known)),  # beyond the first of each
+        "duplicates": len(known) - len(np.unique(known)),  # repeats of earlier documents
         "longest": max((int(np.diff(one, prepend=0).max()) for one in ends if len(one)), default=0),
         "largest_id": max(result.largest for result in results),
         "heldout": heldout,
@@ -279,9 +280,9 @@ def _write_dataset(
 def _between_documents(
     tasks: list[EncodeTask], results: list[Encoded], documents: int, heldout: float, together: int
 ) -> int:
-    """Where the last conversations begin, which are held out; at least one where there are two.
+    """Where the last conversations begin, which are held out: at least one if there are two.
 
-    So many of them, ``together``, are never parted.
+    Groups of ``together`` conversations are never separated.
     """
     ends: list[int] = [0]
     before = 0
@@ -297,12 +298,12 @@ def _all_blocks(tasks: list[EncodeTask], tokenizer: Tokenizer) -> Iterator[Token
     for task in tasks:
         answers = task.file("answers") if task.reading.answers_only else None
         yield from spooled_blocks(task.file("tokens"), task.file("ends"), answers, token_type(tokenizer))
-        task.file("tokens").unlink()  # the disk need not hold everything twice
+        task.file("tokens").unlink()  # so that the disk need not hold everything twice
 
 
 @contextlib.contextmanager
 def _unfinished_directory(cache: Path) -> Iterator[Path]:
-    """A directory of our own beside the final one. It is gone afterwards, renamed or removed."""
+    """A private directory beside the final one. Afterwards it has been renamed or removed."""
     directory = cache / f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -324,7 +325,7 @@ def _unfinished_directory(cache: Path) -> Iterator[Path]:
 def _remove_stale(cache: Path) -> None:
     """Remove what dead runs left: the lock is free, and nothing was written for a while.
 
-    The lock alone is not enough, for a shared file system may not carry it to other machines.
+    The lock alone is not enough: a shared file system may not enforce it across machines.
     """
     for directory in cache.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError):  # its owner, or another cleaner, may be removing it now
@@ -347,7 +348,7 @@ def _locked(path: Path) -> bool:
 
 
 def _publish(directory: Path, target: Path) -> None:
-    """Gives the finished directory its name, in one step. Who comes second uses what the first made."""
+    """Give the finished directory its name, atomically. If another process was first, its directory is used."""
     shutil.rmtree(directory / "spool")
     shutil.rmtree(directory / FETCHED, ignore_errors=True)
     (directory / "lock").unlink()

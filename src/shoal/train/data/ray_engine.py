@@ -1,8 +1,8 @@
-"""Tokenise on the nodes of a Ray cluster, with Ray Data: every task is a row, and what it spools comes back.
+"""Tokenise on the nodes of a Ray cluster with Ray Data: every task is a row, and its spool files come back.
 
-A node does what a worker process of this machine does, so the bytes are the same: which node has which task, and when
-it is done, never shows in the result. Nodes read the source files and the tokenizer where this machine has them, on a
-file system that all share, and are refused where they find other ones.
+A node does exactly what a local worker process does, so the bytes are the same: which node has which task, and when it
+finishes, never affects the result. Nodes read source files and tokenizer at the same paths as this machine, on a shared
+file system, and are refused if they find different ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SHARED = "put the data, the tokenizer and data.cache on a file system that all n
 def encode_on_ray(
     tasks: list[EncodeTask], tokenizer: Tokenizer, tokenizer_text: str, end_token: str | None, address: str
 ) -> Generator[tuple[EncodeTask, Encoded]]:
-    """Each task as it is done, its files spooled here."""
+    """Each task as it finishes, with its files spooled here."""
     ray, data, began = _joined(address)
     given = ray.put((tasks, tokenizer_text, end_token, tokenizer.fingerprint, __version__))
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         return encode_away(int(row["id"]), *ray.get(given))
 
-    # A row a block: nodes are given tasks as they finish others.
+    # One row per block: nodes get tasks as they finish others.
     each = data.range(len(tasks), override_num_blocks=len(tasks)).map(work)
     try:
         yield from _spooled(tasks, each.iter_rows())
@@ -66,7 +66,9 @@ def encode_away(
     fingerprint: str,
     version: str,
 ) -> dict[str, Any]:
-    """On a node: one task, and the content of its spool files. As text and bytes, for tables know no dictionaries."""
+    """On a node: run one task and return the content of its spool files. Arguments are texts and bytes, because
+    tables have no dictionaries.
+    """
     empty: dict[str, Any] = {"number": number, "problem": "", "encoded": "", **dict.fromkeys(SPOOLED, b"")}
     task = tasks[number]
     if problem := _other_than_there(task, tokenizer_text, end_token, fingerprint, version):
@@ -81,7 +83,7 @@ def encode_away(
 def _other_than_there(
     task: EncodeTask, tokenizer_text: str, end_token: str | None, fingerprint: str, version: str
 ) -> str:
-    """What this node has another one of than the machine that asks; empty: nothing."""
+    """What differs on this node from the machine that asks; empty if nothing."""
     node = socket.gethostname()
     if version != __version__:
         return f"data.ray: the node {node} has Shoal {__version__}, and not {version}"
@@ -96,7 +98,7 @@ def _other_than_there(
 
 
 def _joined(address: str) -> tuple[Any, Any, bool]:
-    """Ray and Ray Data, in the cluster; and whether this process was not in it before."""
+    """Ray and Ray Data, connected to the cluster; and whether this process had to join it."""
     try:
         import ray
         import ray.data as data

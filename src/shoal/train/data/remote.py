@@ -1,8 +1,7 @@
 """Source files behind a URL: listed and fetched through fsspec.
 
-They are fetched once, to be tokenised, and forgotten. What remains is the hash of each, under all that its server says
-of it, so that a later run finds the tokens without fetching anything. Files that a server says too little of are
-fetched again.
+They are fetched once, tokenised, and discarded. The hash of each remains, stored under all metadata its server gives,
+so a later run finds the tokens without fetching anything. Files without enough metadata are fetched again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shoal.facts.redact import harmless
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# What file systems say of a file that changes with its content.
+# Metadata fields of file systems that change with a file's content.
 VERSIONS = (
     "ETag",
     "etag",
@@ -41,7 +40,7 @@ class RemoteFile:
 
     url: str
     size: int
-    version: str  # empty where the server says nothing that would change with the content
+    version: str  # empty if the server gives nothing that would change with the content
 
     @property
     def memo(self) -> str:
@@ -53,7 +52,7 @@ def is_remote(source: str) -> bool:
 
 
 def connect(source: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, and the path there."""
+    """The file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     try:
@@ -67,7 +66,7 @@ def connect(source: str) -> tuple[AbstractFileSystem, str]:
 
 
 def look(source: str) -> list[RemoteFile]:
-    """The files that a URL, or a pattern of URLs, names, in the order of their names."""
+    """The files that match a URL or a pattern of URLs, sorted by name."""
     files, path = connect(source)
     try:
         if MAGIC & set(path):
@@ -75,7 +74,7 @@ def look(source: str) -> list[RemoteFile]:
         else:
             names = [path] if files.isfile(path) else []
         found = [_described(files, name) for name in sorted(names)]
-    except Exception as error:  # every file system has its own, and its words say what is wrong
+    except Exception as error:  # every file system raises its own errors, whose messages say what is wrong
         raise unreachable(source, error) from None
     if not found:
         raise BadInput(
@@ -85,7 +84,7 @@ def look(source: str) -> list[RemoteFile]:
 
 
 def fetch(source: str, found: list[RemoteFile], directory: Path) -> list[Path]:
-    """Local copies, for as long as the directory is there."""
+    """Local copies, valid as long as the directory exists."""
     files, _ = connect(source)
     directory.mkdir()
     copies = [directory / f"{number:06d}-{Path(one.url).name}" for number, one in enumerate(found)]
@@ -100,7 +99,7 @@ def fetch(source: str, found: list[RemoteFile], directory: Path) -> list[Path]:
 
 
 def recall(found: list[RemoteFile], cache: Path) -> list[str] | None:
-    """The hash of each file's content, where all are known."""
+    """The hash of each file's content, if all are known."""
     if not all(one.version for one in found):
         return None
     try:

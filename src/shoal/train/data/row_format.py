@@ -1,4 +1,4 @@
-"""Documents of rows: what of a row, an object, is text, and what of the text a model learns to write."""
+"""Documents of rows: which part of a row (an object) is text, and which part of the text is trained on."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from shoal.train.data.conversations import (
 from shoal.train.data.templates import CLOSE, OPEN, ChatTemplate, Unrendered, find_template
 from shoal.train.data.tokenizers import FileTokenizer, Tokenizer
 
-CONVERSATION_FORM = 2  # one more whenever the same row gives other tokens, or other answers
-EMPTY = "empty"  # the reason of a row that is there and has no text
+CONVERSATION_FORM = 2  # increment whenever a row's tokens or answers change
+EMPTY = "empty"  # the reason for a row without text
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text; ``answers``: the ranges of its characters that are learned, None: all of it."""
+    """A text; ``answers``: ranges of its characters that are trained on, None: all of it."""
 
     text: str
     answers: tuple[tuple[int, int], ...] | None = None
-    conversation: bool = False  # it has its own end, where its template gives it one
+    conversation: bool = False  # it has its own end token, if its template adds one
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a row is read. It can be sent to another process."""
+    """How rows are read. Picklable for worker processes."""
 
     field: str = "text"
     format: Format = "text"
@@ -46,7 +46,7 @@ class RowFormat:
     answers_only: bool = False
 
     def documents(self, row: dict[str, Any]) -> tuple[SourceText, ...] | str:
-        """The row's document, or both of a pair, the chosen one first; or why it has none."""
+        """The row's document, or both of a pair, chosen first; or why it has none."""
         found = self._found(row)
         if isinstance(found, str):
             return found
@@ -56,11 +56,11 @@ class RowFormat:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents come in twos, which belong together."""
+        """Whether documents come in pairs."""
         return self.format == "preference"
 
     def key(self) -> list[Any]:
-        """What documents depend on. A plain text's is its field alone, as it was before there were others."""
+        """What documents depend on. For plain text only the field, as before other formats existed."""
         if self.template is None:
             return [self.field]
         template = self.template.source, self.template.tokens
@@ -101,7 +101,7 @@ class RowFormat:
     def _conversation(
         self, messages: list[Message], row: dict[str, Any], template: ChatTemplate, before: int = 0
     ) -> SourceText | str:
-        """``before``: so many of its answers are part of what is asked."""
+        """``before``: how many of its answers belong to the prompt."""
         if any(mark in str(message.get("content")) for message in messages for mark in (OPEN, CLOSE)):
             return "a character that no text may hold"
         try:
@@ -126,7 +126,7 @@ def row_format(
     template: str,
     loss_on: Literal["answers", "all"] | None,
 ) -> RowFormat:
-    """As a config says it; BadInput where a template is needed and there is none."""
+    """The format that a config describes; BadInput if it needs a template and there is none."""
     if format == "text":
         if loss_on == "answers":
             raise BadInput(
@@ -160,7 +160,7 @@ def _other_format(row: dict[str, Any]) -> str:
 
 
 def _encodable(text: str) -> bool:
-    """JSON can write half a surrogate pair (``"\\ud800"``), which no UTF-8 can hold."""
+    """Whether UTF-8 can hold the text: JSON can encode half a surrogate pair, which UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

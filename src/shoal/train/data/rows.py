@@ -15,25 +15,25 @@ from shoal.train.data.row_format import EMPTY, RowFormat, SourceText
 from shoal.train.data.sources import SourceFile
 from shoal.train.data.tables import read_table, row_group_bytes
 
-# A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
-# needs a new format version.
+# A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: changing it requires a
+# new format version.
 PIECE_BYTES = 4 << 20
-# What is held in memory at once, whatever a file says or unpacks to: far beyond any document.
+# The most to hold in memory at once, whatever a file claims or unpacks to: far beyond any document.
 LONGEST_LINE = 1 << 26
 LONGEST_TEXT = 1 << 28
-SHOWN = 200  # characters of a bad row that are kept to recognise it
+SHOWN = 200  # characters of a bad row kept to recognise it
 
-# A long text is cut after a line end between two visible characters: common tokenizers never join tokens
-# across that place. A file without one stays whole.
+# A long text is cut after a line end between two visible characters: common tokenizers never merge tokens across such a
+# place. A file without one stays whole.
 TEXT_CUT = re.compile(rb"[^\s]\r?\n(?=[^\s])")
 LINE_CUT = re.compile(rb"\n")
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A range of bytes of one file. A compressed file is one piece: it can only be read from its start.
+    """A byte range of one file. A compressed file is one piece: it can only be read from its start.
 
-    Of a table, the bytes are those that its row groups would have if all were alike.
+    For a table, the range assumes that all row groups are equally large.
     """
 
     file: SourceFile
@@ -43,22 +43,22 @@ class FilePiece:
 
     @property
     def closes(self) -> bool:
-        """Whether a text's document ends here, and not in a later piece."""
+        """Whether a text's document ends here and not in a later piece."""
         return self.stop == self.file.size
 
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One line or one text: a document or a pair, or the reason why it is none. Blank lines have neither."""
+    """One line or one text: a document, a pair, or the reason why it is neither. Blank lines have nothing."""
 
     documents: tuple[SourceText, ...] | None
     reason: str = ""
     shown: str = ""
-    lines: int = 1  # line ends it spans, from which the numbers of later lines follow
+    lines: int = 1  # line ends it spans, for numbering later lines
 
 
 def cut(file: SourceFile) -> Iterator[FilePiece]:
-    """The pieces of a file, in order. They depend on its content alone, not on who will read them."""
+    """The pieces of a file, in order. They depend only on its content, not on who reads them."""
     if file.kind == "table":
         yield from _cut_table(file)
         return
@@ -73,7 +73,7 @@ def cut(file: SourceFile) -> Iterator[FilePiece]:
 
 
 def read(piece: FilePiece, reading: RowFormat) -> Iterator[SourceRow]:
-    """Every row of a piece: one for a text, otherwise one a line."""
+    """Every row of a piece: one for a text, otherwise one per line."""
     try:
         if piece.file.kind == "text":
             yield _parse_text(_read_text(piece))
@@ -84,7 +84,7 @@ def read(piece: FilePiece, reading: RowFormat) -> Iterator[SourceRow]:
         else:
             for number, line in enumerate(_lines(piece)):
                 if number == 0 and piece.start == 0:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is no JSON
+                    line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is not JSON
                 yield _parse_line(line, reading)
     except DAMAGE as error:
         raise BadInput(
@@ -113,7 +113,7 @@ def _cuts(content: mmap.mmap, pattern: re.Pattern[bytes]) -> Iterator[int]:
 
 
 def _lines(piece: FilePiece) -> Iterator[bytes]:
-    # Only \n ends a line: str.splitlines would also cut at characters that JSON allows inside a text.
+    # Only \n ends a line: str.splitlines would also split at characters that JSON allows inside a text.
     with _open(piece) as stream:
         left = None if piece.file.compressed else piece.stop - piece.start
         while left != 0 and (line := stream.readline(LONGEST_LINE + 1)):
@@ -132,7 +132,7 @@ def _lines(piece: FilePiece) -> Iterator[bytes]:
 
 
 def _read_text(piece: FilePiece) -> bytes:
-    """A compressed text is read whole, and so is a plain one where there is no place to cut it."""
+    """Read a compressed text whole, and a plain one too if it has no place to cut."""
     most = LONGEST_TEXT + 1
     with _open(piece) as stream:
         content = stream.read(most if piece.file.compressed else min(most, piece.stop - piece.start))
@@ -156,7 +156,7 @@ def _open(piece: FilePiece) -> IO[bytes]:
 
 
 def _line_number(piece: FilePiece, position: int) -> int:
-    """The line that begins at a place of a file, from 1; of a compressed one, of what it unpacks to."""
+    """The number, from 1, of the line that begins at a position of the (unpacked) file."""
     number, left = 1, position
     with _open(FilePiece(piece.file, 0, piece.file.size)) as stream:
         while left and (block := stream.read(min(left, 1 << 20))):

@@ -23,25 +23,25 @@ class Sample(NamedTuple):
     """One sequence; every array is int64 of length seq."""
 
     tokens: np.ndarray
-    targets: np.ndarray  # the token that follows each, or IGNORE
+    targets: np.ndarray  # the token after each, or IGNORE
     documents: np.ndarray  # which document of this row each token belongs to, from 0
-    # What the loss compares its log-probability with (``train/reference.py``); NaN: not known, or nothing to compare.
+    # What the loss compares its log-probability with (``train/reference.py``); NaN: unknown or unused.
     reference: float = math.nan
 
 
 class Samples:
-    """All samples of a stream, by number. Nothing is stored but, unpacked, one number a document.
+    """All samples of a stream, by index. Nothing is stored, except one number per document if unpacked.
 
-    Packed, the stream is cut into consecutive pieces: the last token of one is the first of the next, so
-    every token but the very first is a target exactly once. A rest too short for a sample is left out.
+    Packed, the stream is cut into consecutive pieces: the last token of one is the first of the next, so every token
+    but the very first is a target exactly once. A remainder too short for a sample is dropped.
 
-    Packed conversations are not cut, for an answer without its question teaches something else: as many as fit follow
-    each other in a sample, which is padded; only one that is too long has several.
+    Packed conversations are not cut, because an answer without its question teaches something else: each sample takes
+    as many as fit, and is padded; only a conversation that is too long spans several samples.
 
-    Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
+    Unpacked, a sample holds one document, or a part of one that is too long, padded to its length.
     """
 
-    together = 1  # of samples that belong together, one after another
+    together = 1  # consecutive samples that belong together
 
     def __init__(
         self, stream: TokenStream, seq: int, *, packing: bool, within_documents: bool, pad: int
@@ -56,7 +56,7 @@ class Samples:
             self._count = max(0, (len(stream) - 1) // seq)
         else:
             lengths = np.diff(stream.document_ends, prepend=0)
-            # A document of one token has nothing to predict: no sample.
+            # A document of one token has no target, so it yields no sample.
             parts = -(-(lengths - 1) // seq)
             self._part_ends = np.cumsum(parts)
             self._count = int(self._part_ends[-1]) if len(parts) else 0
@@ -74,7 +74,7 @@ class Samples:
         return self._packed(number) if self.packing else self._unpacked(number)
 
     def empty(self) -> Sample:
-        """A row without any target: it fills up a batch and counts for nothing."""
+        """A row without targets: it fills up a batch and counts for nothing."""
         return Sample(
             np.full(self.seq, self.pad, dtype=np.int64),
             np.full(self.seq, IGNORE, dtype=np.int64),
@@ -83,7 +83,7 @@ class Samples:
 
     @property
     def shard_bounds(self) -> list[int]:
-        """The first sample that begins in each shard, and how many samples there are in all."""
+        """The first sample that begins in each shard, and the total."""
         starts = np.array(self.stream.shard_starts[:-1])
         if self._filled is not None:
             found = np.searchsorted(self._filled[0], starts, side="left")
@@ -98,11 +98,11 @@ class Samples:
         return [*map(int, found), self._count]
 
     def counted(self, targets: np.ndarray) -> int:
-        """What the loss of these rows is a sum over: their targets."""
+        """The number of targets in these rows, which the loss is a sum over."""
         return int((targets != IGNORE).sum())
 
     def prompt(self, number: int, tokens: int) -> np.ndarray:
-        """What a text to generate begins with: a sample's first tokens or, of conversations, all before an answer."""
+        """A prompt for generation: a sample's first tokens or, for conversations, everything before an answer."""
         if not self.stream.has_answers:
             return self[number].tokens[:tokens]
         ends = self.stream.document_ends
@@ -112,7 +112,7 @@ class Samples:
         return self.stream.read(start, start + max(1, before))[-self.seq :]
 
     def _targets(self, tokens: np.ndarray, start: int) -> np.ndarray:
-        """What follows each token but the last; ``start``: where in the stream they begin."""
+        """The token after each but the last; ``start``: their offset in the stream."""
         targets = tokens[1:].copy()
         if self.stream.has_answers:
             targets[~self.stream.learned(start + 1, start + len(tokens))] = IGNORE
@@ -142,7 +142,7 @@ class Samples:
         if self.within_documents:
             sample.targets[:used][documents[1:] != documents[:-1]] = IGNORE
         sample.documents[:used] = documents[:-1]
-        sample.documents[used:] = documents[-1] + 1  # padding is no part of them
+        sample.documents[used:] = documents[-1] + 1  # padding belongs to no document
         return sample
 
     def _unpacked(self, number: int) -> Sample:
@@ -159,14 +159,14 @@ class Samples:
         sample = self.empty()
         sample.tokens[:used] = text[:-1]
         sample.targets[:used] = self._targets(text, start)
-        sample.documents[used:] = 1  # padding is no part of the document
+        sample.documents[used:] = 1  # padding is not part of the document
         return sample
 
 
 class PairSamples(Samples):
-    """Two samples a pair: a row with the chosen answer, then one with the rejected. Both are whole.
+    """Two samples per pair: a row with the chosen answer, then one with the rejected. Both are whole.
 
-    A pair of which either is longer than a row is left out; a cut answer would be another one.
+    A pair is dropped if either is longer than a row; a truncated answer would be a different one.
     """
 
     together = 2
@@ -197,7 +197,7 @@ class PairSamples(Samples):
         return sample._replace(reference=float(self.reference[number]))
 
     def counted(self, targets: np.ndarray) -> int:
-        """Pairs."""
+        """The number of pairs."""
         return int((targets != IGNORE).any(1).sum()) // 2
 
     @property
@@ -207,12 +207,12 @@ class PairSamples(Samples):
         return [*(2 * found).tolist(), self._count]
 
     def prompt(self, number: int, tokens: int) -> np.ndarray:
-        """What the answers of a pair have before them."""
+        """The prompt that both answers of a pair share."""
         return super().prompt(2 * int(self._kept[number % len(self._kept)]), tokens)
 
 
 def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where samples of whole documents begin and end: each takes the next ones that fit."""
+    """Where samples of whole documents begin and end: each takes as many as fit."""
     found: list[tuple[int, int]] = []
     room = 0  # left in the last sample
     start = 0
@@ -226,13 +226,13 @@ def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
             found += [(part, min(part + seq + 1, end)) for part in parts]
             room = seq + 1 - (found[-1][1] - found[-1][0])
         start = end
-    kept = [span for span in found if span[1] - span[0] > 1]  # one token alone has nothing to predict
+    kept = [span for span in found if span[1] - span[0] > 1]  # a single token has no target
     starts, stops = (np.array([span[side] for span in kept], dtype=np.int64) for side in (0, 1))
     return starts, stops
 
 
 class JoinedSamples:
-    """Samples of several streams, one stream after another."""
+    """Samples of several streams, stream after stream."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = list(parts)
@@ -250,7 +250,7 @@ class JoinedSamples:
         return self.parts[0].empty()
 
     def prompt(self, number: int, tokens: int) -> np.ndarray:
-        """Of the parts in turn: what is generated shows each of them."""
+        """From each part in turn, so that generated samples show all of them."""
         return self.parts[number % len(self.parts)].prompt(number // len(self.parts), tokens)
 
     def _part(self, number: int) -> Samples:
@@ -279,7 +279,7 @@ AnySamples = Samples | JoinedSamples
 class CutSamples(NamedTuple):
     """All samples of a run."""
 
-    parts: tuple[Samples, ...]  # to train on: of each part of a mix
+    parts: tuple[Samples, ...]  # training samples of each part of a mix
     validation: dict[str, AnySamples]
 
     @property
@@ -288,7 +288,7 @@ class CutSamples(NamedTuple):
 
 
 def cut_samples(collection: Collection, data: DataSection, seq: int, pad: int) -> CutSamples:
-    """Training samples, and those of every validation set that is long enough for any."""
+    """Training samples, and those of every validation set that is long enough to have any."""
     cut: Callable[[TokenStream], Samples]
     cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
     if any(dataset.pairs for dataset in collection.everything):
@@ -300,7 +300,7 @@ def cut_samples(collection: Collection, data: DataSection, seq: int, pad: int) -
     held = [sample for part in collection.parts if (sample := _if_any(cut, part.heldout)) is not None]
     validation: dict[str, AnySamples] = {HELDOUT: _joined(held)} if held else {}
     for name, dataset in collection.validation.items():
-        # All of it is for validation, and a data set that was made for that has nothing held out.
+        # All of it is for validation: a dataset made for that has nothing held out.
         validation[name] = cut(dataset.train)
     return CutSamples(tuple(cut(part.train) for part in collection.parts), validation)
 

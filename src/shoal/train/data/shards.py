@@ -17,23 +17,23 @@ from shoal.train.data.order import mix
 FORMAT = 1  # raise it when equal sources would no longer give equal files
 SHARD_TOKENS = 1 << 28
 BLOCK_TOKENS = 1 << 24  # tokens in memory at once
-# With fewer documents than this, taking whole ones would hold out far too much, too little or nothing.
+# With fewer documents than this, holding out whole ones would take far too much, too little or nothing.
 FEW_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Consecutive tokens of the whole source. The last document may go on in the next block."""
+    """Consecutive tokens of the whole source. The last document may continue in the next block."""
 
     tokens: np.ndarray
     ends: np.ndarray  # offsets in the block just after the documents that end in it
-    answers: np.ndarray | None = None  # one byte a token: whether it is learned; None: all are
+    answers: np.ndarray | None = None  # one byte per token: whether it is trained on; None: all are
 
 
 class SplitWriter:
     """Writes ``NAME-00000.bin``, … and ``documents-NAME.bin`` (int64 offsets just after each document).
 
-    Where not all tokens are learned, ``NAME_answers-00000.bin``, … have a byte for each token of a shard.
+    If only some tokens are trained on, ``NAME_answers-00000.bin``, … have one byte per token of a shard.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -81,12 +81,12 @@ class SplitWriter:
 
 
 def answers_file(shard: str) -> str:
-    """The file that says which tokens of a shard are learned."""
+    """The file that says which tokens of a shard are trained on."""
     return shard.replace("-", "_answers-")
 
 
 class HashedFile:
-    """A new file that is hashed as it is written and on the disk once closed."""
+    """A new file that is hashed as it is written, and fsynced on close."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class HashedFile:
 def spooled_blocks(
     tokens_path: Path, ends_path: Path, answers_path: Path | None, dtype: np.dtype
 ) -> Iterator[TokenBlock]:
-    """What a task spooled, in blocks that fit in memory."""
+    """A task's spooled tokens, in blocks that fit in memory."""
     ends = np.fromfile(ends_path, dtype="<i8")
     count = tokens_path.stat().st_size // dtype.itemsize
     for start in range(0, count, BLOCK_TOKENS):
@@ -140,10 +140,10 @@ def split_by_document(
     heldout: SplitWriter,
     together: int = 1,
 ) -> None:
-    """``together``: so many documents, one after another, stay on one side."""
-    number = 0  # of the block's first document
+    """``together``: how many consecutive documents stay on the same side."""
+    number = 0  # number of the block's first document
     for block in blocks:
-        # The block's documents, where the part after the last end is one too: it ends in a later block.
+        # The lengths of the block's documents; the part after the last end is one too, and ends in a later block.
         lengths = np.diff(block.ends, prepend=0, append=len(block.tokens))
         closed = np.arange(len(lengths)) < len(block.ends)
         held = is_held_out((number + np.arange(len(lengths))) // together, fraction)
@@ -159,9 +159,9 @@ def split_by_document(
 def split_at(
     blocks: Iterator[TokenBlock], cut: int, end: int, train: SplitWriter, heldout: SplitWriter
 ) -> None:
-    """The first ``cut`` tokens are for training, the rest is held out. A document cut in two ends twice.
+    """Put the first ``cut`` tokens into training and hold out the rest. A document cut in two ends twice.
 
-    Conversations are cut between two of them, never inside of one.
+    Conversations are split between two of them, never inside one.
     """
     position = 0
     for block in blocks:
@@ -176,7 +176,7 @@ def split_at(
 
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
-    """The manifest carries the hash of its own content: a flipped digit in it is damage too."""
+    """Write the manifest with a hash of its own content, so that a flipped digit in it is detected too."""
     file = HashedFile(path)
     file.write(json.dumps({**content, "blake3": manifest_hash(content)}, indent=2).encode())
     file.close()

@@ -14,21 +14,21 @@ from shoal.facts.problem import BadInput
 from shoal.train.data import compression, tables
 
 LINE_ENDINGS = (".jsonl", ".ndjson")
-# Their bytes are no text; without this they would be reported as text in a wrong encoding.
+# Their bytes are not text; without this list they would be reported as text in a wrong encoding.
 UNREADABLE_ENDINGS = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".orc", ".avro")
 NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of text, as it was when we looked."""
+    """One source file, as it was when we looked."""
 
     path: Path
-    name: str  # as a person would write it
+    name: str  # in readable form
     kind: Literal[
         "text", "lines", "table"
-    ]  # one document a file, one JSON object a line, or one row of a table
-    compression: str  # its ending; empty where it is not compressed
+    ]  # one document per file, one JSON object per line, or one row of a table
+    compression: str  # its extension; empty if uncompressed
     size: int
     modified: int  # nanoseconds
 
@@ -47,7 +47,7 @@ class SourceFile:
 def find_files(source: str, key: str = "data.source") -> list[SourceFile]:
     """The files of ``stdlib`` (this interpreter's standard library), of a path, or of a glob.
 
-    ``key``: what named it, for messages.
+    ``key``: the setting that named it, for messages.
     """
     if source == "stdlib":
         return _standard_library(Path(sysconfig.get_path("stdlib")))
@@ -60,7 +60,7 @@ def _standard_library(root: Path) -> list[SourceFile]:
         folders[:] = [name for name in folders if name not in NOT_LIBRARY_TEXT]
         paths = (Path(folder) / name for name in files if name.endswith(".py"))
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    # An empty __init__.py is no document, and no fault of the library either.
+    # An empty __init__.py is not a document, and not a fault of the library either.
     found = [file for name in sorted(names) if (file := _look_at(root / name, name)).size > 0]
     if not found:
         raise BadInput(
@@ -80,7 +80,7 @@ def _matching(source: str, key: str) -> list[SourceFile]:
             f"{key} {source!r} is a directory, but not a prepared dataset",
             f"name its files with a glob, such as {str(Path(source) / '**' / '*.txt')!r}",
         )
-    if Path(pattern).is_file():  # taken literally: a name may have brackets in it
+    if Path(pattern).is_file():  # taken literally: a name may contain brackets
         names = [pattern]
     else:
         names = sorted({name.removeprefix("./") for name in _expand(pattern) if Path(name).is_file()})
@@ -94,7 +94,7 @@ def _matching(source: str, key: str) -> list[SourceFile]:
 
 
 def look_at_all(paths: list[tuple[Path, str]], source: str) -> list[SourceFile]:
-    """These files, each with its name; BadInput where one cannot be read here."""
+    """Describe these (path, name) files; BadInput if one cannot be read here."""
     names = [name for _, name in paths]
     if missing := [name for path, name in paths if not path.is_file()]:
         raise BadInput(f"{missing[0]!r} of data.source {source!r} is missing", "fetch or save it again")
@@ -113,7 +113,7 @@ def look_at_all(paths: list[tuple[Path, str]], source: str) -> list[SourceFile]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """What a glob names. Below ``**`` no link to a directory is followed: it may lead back to where we are."""
+    """Expand a glob. Below ``**`` links to directories are not followed: they may lead back here."""
     before, recursive, after = _cut_at_recursion(pattern)
     for found in glob.iglob(before):  # noqa: PTH207 (Path.glob takes no absolute pattern)
         if not recursive:
@@ -125,7 +125,7 @@ def _expand(pattern: str) -> Iterator[str]:
 
 
 def _cut_at_recursion(pattern: str) -> tuple[str, bool, str]:
-    """What stands before the first part that is ``**``, whether there is one, and what stands after it."""
+    """The part before the first ``**``, whether there is one, and the part after it."""
     parts = pattern.split("/")
     if "**" not in parts:
         return pattern, False, ""
@@ -139,7 +139,7 @@ def _look_at(path: Path, name: str) -> SourceFile:
 
 
 def describe_file(path: Path, name: str, size: int, modified: int = 0) -> SourceFile:
-    """A file by its name, which says what is in it."""
+    """Describe a file by its name, which says what it contains."""
     packed = compression.ending(name)
     bare = name.lower().removesuffix(packed)
     kind: Literal["text", "lines", "table"] = "text"

@@ -1,8 +1,8 @@
-"""Shards of a prepared data set behind a URL: fetched when they are needed, a few kept.
+"""Shards of a prepared dataset behind a URL: fetched on demand, a few kept locally.
 
-The manifest, the documents' ends and what is held out are here from the start; shards of what is trained on come and
-go. Ranks of one machine share what is fetched. A sample that runs into the next shard needs a few tokens of it, which
-are read by themselves: the shard is not fetched for them.
+The manifest, the document ends and the held-out split are local from the start; training shards come and go. Ranks of
+one machine share what is fetched. A sample that runs into the next shard needs a few of its tokens, which are read by a
+range request: the shard is not fetched for them.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class StreamedShards:
         files: Sequence[tuple[str, dict[str, Any]]],
         dtype: np.dtype,
     ) -> None:
-        """``files``: each one's name, and its bytes and hash."""
+        """``files``: each one's name, and its length and hash."""
         self.url, self.keep = str(origin["url"]), int(origin["keep"]) or len(files)
         self.directory, self.files, self.dtype = directory, list(files), dtype
         self.lengths = [int(file["bytes"]) // dtype.itemsize for _, file in files]
         self.fetched: Counter[str] = Counter()  # by this process
-        self._open: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used last is last
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()  # least recently used first
         self._heads: dict[int, np.ndarray] = {}
 
     def read(self, shard: int, start: int, stop: int, goes_on: bool) -> np.ndarray:
-        """Tokens of a shard; ``goes_on``: they are the rest of a sample that began in the shard before."""
+        """Tokens of a shard; ``goes_on``: they complete a sample that began in the previous shard."""
         if goes_on and shard not in self._open:
             return self._head(shard, stop)[start:stop]
         return self._shard(shard)[start:stop]
@@ -75,7 +75,7 @@ class StreamedShards:
         return self._heads[shard]
 
     def _fetch(self, shard: int) -> Path:
-        """The file here. Of ranks that want it at once, one fetches it."""
+        """The local file. If several ranks need it at once, one of them fetches it."""
         name, recorded = self.files[shard]
         target = self.directory / name
         with (self.directory / f".{name}.lock").open("wb") as lock:
@@ -87,7 +87,7 @@ class StreamedShards:
 
 
 def fetch_file(url: str, name: str, recorded: dict[str, Any] | None, target: Path) -> None:
-    """A file of a prepared data set, checked against its hash before it has its name."""
+    """Fetch a file of a prepared dataset, and check its hash before giving it its name."""
     files, root = connect(url)
     aside = target.with_name(f".{name}.{uuid.uuid4().hex}")
     try:
@@ -109,9 +109,9 @@ def fetch_file(url: str, name: str, recorded: dict[str, Any] | None, target: Pat
 
 
 def find_streamed(url: str, cache: Path, keep: int) -> Path | None:
-    """A directory here for a prepared data set behind a URL; None where there is none at that URL.
+    """A local directory for a prepared dataset behind a URL; None if there is none at that URL.
 
-    ``keep``: shards of what is trained on that are here at a time; 0: all.
+    ``keep``: how many training shards are local at a time; 0: all.
     """
     files, root = connect(url)
     try:
@@ -135,7 +135,7 @@ def find_streamed(url: str, cache: Path, keep: int) -> Path | None:
     except (KeyError, TypeError, AttributeError, ValueError):
         raise BadInput(f"{url} is no data set that shoal data prepare made", "prepare it again") from None
     except OSError:
-        if not (directory / ORIGIN).is_file():  # else another launcher was faster
+        if not (directory / ORIGIN).is_file():  # otherwise another launcher was faster
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -143,7 +143,7 @@ def find_streamed(url: str, cache: Path, keep: int) -> Path | None:
 
 
 def read_origin(directory: Path) -> dict[str, Any] | None:
-    """Where the shards of a directory come from; None: they are here."""
+    """Where a directory's shards come from; None if they are local."""
     try:
         found: dict[str, Any] = read_json(directory / ORIGIN)
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def read_origin(directory: Path) -> dict[str, Any] | None:
 
 
 def comes_later(manifest: dict[str, Any]) -> set[str]:
-    """The files that need not be here."""
+    """The files that need not be local."""
     shards = manifest["splits"]["train"]["shards"]
     return {*shards, *map(answers_file, shards)}
 

@@ -1,4 +1,4 @@
-"""What prepared data holds, in numbers: documents, tokens, duplicates, the longest, what was left out, epochs."""
+"""Statistics of prepared data: documents, tokens, duplicates, the longest, rows left out, epochs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shoal.train.data.tokenizers import open_tokenizer
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Of one prepared directory."""
+    """Statistics of one prepared directory."""
 
-    name: str  # its source, or that of the validation set
+    name: str  # its source, or the validation set's name
     path: str
     documents: int
     tokens: int
     heldout_documents: int
     heldout_tokens: int
-    duplicates: int  # documents that are there already
+    duplicates: int  # repeats of earlier documents
     longest: int  # tokens of the longest document
     quarantined: int
     reasons: dict[str, int]
@@ -42,7 +42,7 @@ class DatasetSummary:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Of all data of a run, with how often the run goes through what it trains on."""
+    """Statistics of all data of a run, with the number of epochs of its training data."""
 
     parts: tuple[DatasetSummary, ...]
     validation: tuple[DatasetSummary, ...]
@@ -66,7 +66,7 @@ def summarise(config: Config, data: Collection) -> DataSummary:
     recipe, tokenizer = config.recipe, open_tokenizer(config.data.tokenizer, config.data.end_token)
     try:
         samples = len(cut_samples(data, config.data, recipe.seq, tokenizer.end).train)
-    except BadInput:  # too little for one, which a recipe of shorter sequences may have
+    except BadInput:  # too small for one sample; a recipe with shorter sequences may have some
         samples = 0
     steps = recipe.steps if recipe.epochs is None else recipe.clock.steps_for_epochs(recipe.epochs, samples)
     names = [part.source for part in config.data.parts]
@@ -80,7 +80,7 @@ def summarise(config: Config, data: Collection) -> DataSummary:
 
 
 def described(config: Config, data: Collection) -> list[dict[str, Any]]:
-    """Every data set of a run, for its manifest: what it is for, how large it is, and which rows were left out."""
+    """Every dataset of a run, for its manifest: its purpose, its size, and which rows were left out."""
     names = [part.source for part in config.data.parts]
     parts = [("training", name, part) for name, part in zip(names, data.parts, strict=True)]
     parts += [("validation", name, one) for name, one in data.validation.items()]

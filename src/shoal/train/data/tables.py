@@ -1,4 +1,4 @@
-"""Tables: Parquet and Arrow files, and the directories that the ``datasets`` package saves."""
+"""Tables: Parquet and Arrow files, and directories saved by the ``datasets`` package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_readable(name: str) -> None:
 
 
 def row_group_bytes(path: Path) -> list[int]:
-    """How large each row group of a Parquet file is; one number for an Arrow file, which is read from its start."""
+    """Bytes of each row group of a Parquet file; a single number for an Arrow file, which is read from its start."""
     if path.suffix.lower() != ".parquet":
         return [path.stat().st_size]
     import pyarrow
@@ -40,7 +40,7 @@ def row_group_bytes(path: Path) -> list[int]:
 
 
 def read_table(path: Path, name: str, groups: range, column: str | None) -> Iterator[dict[str, Any]]:
-    """The rows of these row groups; of one column alone, if there is such a column."""
+    """The rows of these row groups; only one column, if that column exists."""
     import pyarrow
 
     try:
@@ -56,7 +56,7 @@ def read_table(path: Path, name: str, groups: range, column: str | None) -> Iter
 
 
 def _present(value: Any) -> Any:
-    """Without the fields of its objects that are null: a table gives each those of all others in the column."""
+    """Drop null fields of objects: a table gives each object the fields of all others in the column."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
@@ -68,7 +68,7 @@ def damaged(name: str, error: Exception) -> BadInput:
 
 
 def saved_files(directory: Path) -> list[Path] | None:
-    """The Arrow files of a directory that ``datasets`` saved, in their order; None where it is another directory."""
+    """The Arrow files of a directory saved by ``datasets``, in order; None for any other directory."""
     if (directory / SPLITS).is_file():
         splits = _names(directory / SPLITS, "splits", None)
         if "train" not in splits and len(splits) != 1:
@@ -88,7 +88,7 @@ def saved_files(directory: Path) -> list[Path] | None:
 
 
 def _names(file: Path, key: str, inner: str | None) -> list[str]:
-    """Names of files beside this one. They lead nowhere else, even where it was made by hand."""
+    """Names of files beside this one. They must not lead elsewhere, even if the file was made by hand."""
     found = _content(file).get(key, [])
     names = [one.get(inner) if inner and isinstance(one, dict) else one for one in found]
     plain = [
@@ -117,7 +117,7 @@ def _parquet(path: Path, groups: range, column: str | None) -> Iterator[Any]:
 
 
 def _arrow(path: Path, column: str | None) -> Iterator[Any]:
-    """Both of Arrow's forms: the file, which Feather is, and the stream, which ``datasets`` writes."""
+    """Both Arrow formats: the file, which Feather uses, and the stream, which ``datasets`` writes."""
     import pyarrow
     from pyarrow import ipc
 

@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the text its model was made for, and where in it the answers are.
+"""Chat templates: render a conversation as the text its model was made for, and locate the answers in it.
 
-Templates are Jinja, kept beside a tokenizer. They come from strangers, so they run in Jinja's sandbox. Answers are
-found without the template's help: what it renders up to an answer, with the prompt for one, and what it renders with
-the answer, are compared with the whole. Where a template marks answers itself (``{% generation %}``), its marks count.
+Templates are Jinja, stored beside a tokenizer. They come from strangers, so they run in Jinja's sandbox. Answers are
+located without the template's help: renderings up to an answer, with and without the generation prompt, and with the
+answer, are compared with the whole text. If a template marks answers itself (``{% generation %}``), its marks count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.facts.input.untrusted_files import LARGEST_JSON, parse_json, read_byt
 from shoal.facts.problem import BadInput
 from shoal.train.data.conversations import ANSWERS, Message
 
-# Unicode promises that no text holds these.
+# Unicode guarantees that these are not characters.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 LONGEST_REASON = 100
@@ -31,19 +31,19 @@ OWN = 'data.template = "chat.jinja", a file of your own'
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the ranges of characters that are answers."""
+    """A conversation as text, and the character ranges that are answers."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
 
 
 class Unrendered(Exception):
-    """A conversation that the template has no text for; its words say why."""
+    """The template cannot render a conversation; the message says why."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the names of special tokens that it may use. It can be sent to another process."""
+    """A template with the names of special tokens that it may use. Picklable for worker processes."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
@@ -53,7 +53,7 @@ class ChatTemplate:
         if OPEN in text:
             return _marked(text)
         answers = []
-        floor = 0  # where the answer before ended
+        floor = 0  # where the previous answer ended
         for number, message in enumerate(messages):
             if message["role"] == ANSWERS:
                 span = self._answer(text, messages[: number + 1], tools, floor)
@@ -66,7 +66,7 @@ class ChatTemplate:
         return self._text(messages, tools, prompt=True).replace(OPEN, "").replace(CLOSE, "")
 
     def _answer(self, text: str, upto: list[Message], tools: Any, floor: int) -> tuple[int, int]:
-        """Where in the whole text the last of these messages is, with what ends its turn."""
+        """The range in the whole text of the last of these messages, including the token that ends its turn."""
         content = upto[-1]["content"]
         words = content.strip() if isinstance(content, str) else ""
         asked, plain = ("", "")
@@ -77,7 +77,8 @@ class ChatTemplate:
             raise Unrendered("the template renders a turn otherwise when others follow it")
         found = text.find(words, start if start == len(asked) else floor) if words else -1
         if found >= 0 and (asked == plain or start < len(asked)):
-            # No prompt for an answer, or one that the text does not go on from: the answer begins with its words.
+            # There is no generation prompt, or the text does not continue from it: the answer begins with its own
+            # words.
             start = found if asked == plain else min(start, found)
         alone = self._text(upto, tools)
         if text.startswith(alone):
@@ -111,9 +112,9 @@ class ChatTemplate:
 
 
 def find_template(text: str, tokenizer: Path | None, end_token: str | None = None) -> ChatTemplate:
-    """What ``data.template`` names: ``auto`` (the tokenizer's own), ``none`` (texts as they are), or a file.
+    """The template that ``data.template`` names: ``auto`` (the tokenizer's own), ``none`` (plain texts), or a file.
 
-    ``tokenizer`` is the directory of its files, None where it has none.
+    ``tokenizer`` is the directory of its files; None if it has none.
     """
     settings = {} if tokenizer is None else _settings(tokenizer)
     tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
@@ -144,7 +145,7 @@ def _own_template(tokenizer: Path | None, settings: dict[str, Any]) -> str:
     if file.is_file():
         return _read(file)
     found = settings.get("chat_template") or _json(tokenizer / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several named templates
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if not isinstance(found, str):
@@ -185,7 +186,7 @@ def _read(path: Path) -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %}…{% endgeneration %}``: leaves marks around what it encloses."""
+    """``{% generation %}…{% endgeneration %}``: surrounds its content with marks."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's name for it)
 
@@ -200,7 +201,7 @@ class _Generation(Extension):
 
 @functools.lru_cache(8)
 def _compiled(source: str) -> jinja2.Template:
-    """As ``transformers`` runs them, but for the date: today's would make another data set of it tomorrow."""
+    """Compile as ``transformers`` does, but with a fixed date: today's would produce a different dataset tomorrow."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -218,17 +219,17 @@ def _refuse(message: str) -> None:
 
 
 def _marked(text: str) -> Rendered:
-    """The text without its marks, and what they enclosed."""
+    """The text without its marks, and the ranges they enclosed."""
     clean, answers = "", []
     for number, part in enumerate(text.replace(CLOSE, OPEN).split(OPEN)):
-        if number % 2:  # text and answers take turns
+        if number % 2:  # text and answers alternate
             answers.append((len(clean), len(clean) + len(part)))
         clean += part
     return Rendered(clean, tuple(span for span in answers if span[0] < span[1]))
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common prefix."""
     if one.startswith(other):
         return len(other)
     return next(

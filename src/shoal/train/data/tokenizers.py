@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, which need nothing, or a Hugging Face ``tokenizer.json``."""
+"""Tokenizers: plain bytes, which need no files, or a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.facts.config.implied import OTHER_FORMS
 from shoal.facts.input.untrusted_files import LARGEST_JSON, parse_json, read_bytes
 from shoal.facts.problem import BadInput
 
-# What makers of tokenizers call the token that closes a document, looked up in this order.
+# Usual names of the token that ends a document, tried in this order.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 # The largest vocabularies take 40 MB.
@@ -40,10 +40,10 @@ class Tokenizer(Protocol):
         """The ids of each text; nothing is added at either end."""
 
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each text, and the number of the character just after each."""
+        """The ids of each text, and the index of the character just after each."""
 
     def has_end(self, text: str) -> bool:
-        """Whether a text ends in a special token, so that another one after it would be one too many."""
+        """Whether a text ends in a special token, so that an end token should not be added."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
@@ -70,7 +70,7 @@ def open_tokenizer(text: str, end_token: str | None = None) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of the text in UTF-8; 256 closes a document."""
+    """Ids 0 to 255 are the UTF-8 bytes of the text; 256 ends a document."""
 
     vocab = 257
     end = 256
@@ -83,7 +83,7 @@ class ByteTokenizer:
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         found = []
         for ids in self.encode_batch(texts):
-            # Every byte of a character ends where the character does.
+            # All bytes of a character end where the character does.
             begins = (ids & 0xC0) != 0x80
             found.append((ids, np.cumsum(begins)))
         return found
@@ -102,7 +102,7 @@ class FileTokenizer:
         self.path = path
         content = _read(path, LARGEST)
         self._tokenizer = _load(path, content)
-        # Files often carry the limits of the model they were made for. A document is encoded whole.
+        # Files often carry the limits of the model they were made for. Documents are encoded whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -158,7 +158,7 @@ def _load(path: Path, content: bytes) -> Any:
         ) from None
     try:
         return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the package raises no class of its own
+    except Exception as error:  # the package has no exception class of its own
         raise BadInput(
             f"{str(path)!r} is not a tokenizer.json: {error}",
             OTHER,
@@ -166,7 +166,7 @@ def _load(path: Path, content: bytes) -> Any:
 
 
 def _find_end(path: Path, vocabulary: dict[str, int], asked: str | None) -> int:
-    """The end of a document: what the user says, else what the files beside say, else a usual name."""
+    """The token that ends a document: the user's choice, else what the files beside say, else a usual name."""
     if asked is not None:
         if asked not in vocabulary:
             raise BadInput(

@@ -1,7 +1,7 @@
-"""The order of samples with a window: shards are permuted, then the samples of every W of them.
+"""The order of samples with a window: permute the shards, then permute samples within every W of them.
 
-A run needs no more than W shards at a time, each once an epoch: what streams from an object store is fetched once. The
-order is a pure function of the seed and the number of samples before, as without a window, wherever the shards lie.
+A run needs at most W shards at a time, each once per epoch, so shards streamed from an object store are fetched once.
+The order is a pure function of the seed and the number of samples before, as without a window, wherever the shards are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.train.data.order import MASK, mix, sample_indices
 
 
 class WindowOrder:
-    """``bounds``: the first sample of each shard, and how many there are in all."""
+    """``bounds``: the first sample of each shard, and the total."""
 
     def __init__(self, seed: int, bounds: Sequence[int], window: int) -> None:
         self.seed, self.window = seed, window
@@ -38,7 +38,7 @@ class WindowOrder:
         return found
 
     def _within(self, epoch: int, window: int, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Which samples these places of a window are."""
+        """The samples at these places of a window."""
         ends = np.cumsum(self.sizes[shards])
         seed = mix((mix((self.seed + epoch) & MASK) + window) & MASK)
         drawn = sample_indices(seed, places.astype(np.uint64), int(ends[-1])).astype(np.int64)

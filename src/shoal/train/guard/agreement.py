@@ -1,8 +1,8 @@
 """Check that all ranks were started for the same run before they form groups.
 
-Ranks with different layouts would build different groups and hang in them, so nothing here is a collective: each rank
-leaves a digest of its facts in the store, the first one compares them, and all of them read its verdict. The first of
-every 64 ranks hands on what the others told, so that none reads more than a few dozen messages.
+Ranks with different layouts would build different groups and deadlock in them, so this uses no collectives: each rank
+puts a digest of its facts into the store, the first rank compares them, and all ranks read its verdict. The first of
+every 64 ranks forwards the others' digests, so that no rank reads more than a few dozen messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdi
 
 # How long the first rank may take to compare, once it has everything.
 COMPARING = timedelta(seconds=30)
-# And for how much longer a rank that hears several waits than each of them.
+# How much longer a rank that collects from several others waits, compared with each of them.
 HANDING_ON = timedelta(seconds=5)
 
 MOST_KEYS = 4
@@ -34,17 +34,18 @@ LONGEST_VALUE = 80
 
 
 class Disagreement(RuntimeError):
-    """Ranks were started with different facts. Every rank raises it, with the same words."""
+    """Ranks were started with different facts. Raised on every rank, with the same message."""
 
 
 class RankMissing(dist.DistError):
-    """Some rank did not come. A ``DistError``, as any other that only tells of a peer's trouble."""
+    """A rank did not arrive. A ``DistError``, like others that only report a peer's trouble."""
 
 
 def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], timeout: timedelta) -> None:
-    """Return when all ranks have the same facts, such as ``{"layout": …, "config": JSON}``; else raise on all of them.
+    """Return when all ranks have the same facts, such as ``{"layout": …, "config": JSON}``; otherwise raise on all of
+    them.
 
-    ``store`` must hold nothing of an earlier attempt. Facts that are JSON objects are compared key by key.
+    ``store`` must hold nothing from an earlier attempt. Facts that are JSON objects are compared key by key.
     """
     text = json.dumps(dict(facts))
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -66,13 +67,13 @@ def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], t
 
 
 def _gather(store: SignedStore, rank: int, world: int, digest: str, timeout: timedelta) -> dict[int, str]:
-    """On the first rank the digests of all that came in time; on others those that they have handed on."""
+    """On the first rank, the digests of all ranks that arrived in time; on others, those they have forwarded."""
     told, stride, patience = {rank: digest}, 1, timeout
     if rank == 0:
-        store.set(f"{DIGEST}/0", "")  # for those who wait for it
+        store.set(f"{DIGEST}/0", "")  # for those that wait for it
     while stride < world:
         if rank % (stride * FAN):
-            # Last of all, so that a reader who finds it finds the facts as well.
+            # Last of all, so that a reader of this key finds the facts as well.
             store.set(f"{DIGEST}/{stride}/{rank}", json.dumps(told))
             break
         others = range(rank + stride, min(rank + stride * FAN, world), stride)
@@ -82,7 +83,7 @@ def _gather(store: SignedStore, rank: int, world: int, digest: str, timeout: tim
             if came or store.has(key):
                 told |= _numbered(store.wait(key, COMPARING))
             else:
-                # One that hands on what others told: they may have come.
+                # The forwarding rank is missing; the ranks behind it may have arrived.
                 for one in range(other, min(other + stride, world)):
                     found = store.read(f"{DIGEST}/1/{one}")
                     told |= {} if found is None else _numbered(found)
@@ -95,7 +96,7 @@ def _numbered(text: str) -> dict[int, str]:
 
 
 def _wait_for_verdict(store: SignedStore, world: int, timeout: timedelta) -> None:
-    # The first rank waits for the others in its turn, and may have come later than this one.
+    # The first rank waits for the others in turn, and may have arrived after this one.
     if not _came(store, [f"{DIGEST}/0"], timeout) or not _came(store, [VERDICT], timeout + COMPARING):
         raise RankMissing(_absence([0], world, timeout))
 
@@ -104,7 +105,7 @@ def _came(store: SignedStore, keys: list[str], timeout: timedelta) -> bool:
     try:
         store.wait_for(keys, timeout)
     except dist.DistStoreError:
-        return all(map(store.has, keys))  # also true where the last came as we gave up
+        return all(map(store.has, keys))  # also true if the last one arrived as we gave up
     return True
 
 
@@ -119,7 +120,7 @@ def _absence(missing: list[int], world: int, timeout: timedelta) -> str:
 
 
 def _difference(store: SignedStore, told: Mapping[int, str]) -> str:
-    """Which ranks differ from the majority and in what; empty where none does."""
+    """Which ranks differ from the majority, and in what; empty if all agree."""
     world = len(told)
     ranks_of: dict[str, list[int]] = {}
     for rank, digest in sorted(told.items()):
@@ -137,12 +138,12 @@ def _difference(store: SignedStore, told: Mapping[int, str]) -> str:
         for ranks, leaves in kinds:
             holders.setdefault(leaves.get(key, "missing"), []).extend(ranks)
         if len(holders) > 1:
-            # The majority first; of equally many, those with the lowest rank.
+            # The majority first; ties go to the group with the lowest rank.
             ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), min(item[1])))
             odd.update(rank for _, ranks in ordered[1:] for rank in ranks)
             differences.append(f"{key} is {_spread(ordered)}")
     if not differences:
-        return ""  # the same, written down in another order
+        return ""  # the same facts in a different order
     return (
         f"{_named(odd)} of {world} {'differs' if len(odd) == 1 else 'differ'} from the others: "
         f"{'; '.join(_capped(differences, MOST_KEYS))}. "
@@ -165,7 +166,7 @@ def _leaves(facts: dict[str, str]) -> dict[str, str]:
     return leaves
 
 
-# Words.
+# Messages.
 
 
 def _spread(ordered: list[tuple[str, list[int]]]) -> str:
@@ -179,7 +180,7 @@ def _spread(ordered: list[tuple[str, list[int]]]) -> str:
 def _named(ranks: Iterable[int]) -> str:
     """``rank 2``, ``ranks 0-1, 3``."""
     numbered = enumerate(sorted(ranks))
-    # Neighbours are equally far ahead of their place in the list.
+    # Consecutive ranks have a constant offset from their index in the list.
     runs = [[rank for _, rank in run] for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])]
     alone = len(runs) == 1 and len(runs[0]) == 1
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -1,9 +1,9 @@
 """Silent corruption of live state: flipped bits, devices that compute wrongly, broken copies.
 
-Two checks. At rest: between two updates nothing may change weights or optimizer states, so their digests are taken
-after one update and again before the next. Across ranks: what several ranks hold alike (replicas, copies of norms and
-key/value heads in a tensor group, both ends of a tied embedding, whole parameters where only states are sharded) must
-be equal to the bit. Every rank hears of a mismatch and raises the same error before anything moves or is committed.
+Two checks. At rest: nothing may change weights or optimizer states between two updates, so digests are taken after an
+update and again before the next. Across ranks: what several ranks hold alike (replicas, copies of norms and key/value
+heads in a tensor group, both ends of a tied embedding, whole parameters where only states are sharded) must be
+bit-equal. Every rank learns of a mismatch and raises the same error before anything is updated or committed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.train.step import Step
 
 WEIGHT, MASTER, UPDATES = "weight", "master weight", "update count"
 
-# What is compared together. Copies are alike on other ranks than the rest, so they are compared apart; so are routed
-# experts, which fewer ranks hold alike, and a tied embedding, which a rank may hold twice. Weights may be whole where
-# optimizer states are sharded.
+# Tensors that are compared together. Copies are replicated on other ranks than the rest, so they are compared
+# separately; so are routed experts, which fewer ranks share, and a tied embedding, which a rank may hold twice. Weights
+# may be whole while optimizer states are sharded.
 SETS = ("own", "experts", "copies", "shared heads", "embedding", "second embedding")
 SLOTS = {key: number for number, key in enumerate(product(SETS, (True, False)))}
 
@@ -38,10 +38,10 @@ MOST_NAMED = 3
 
 
 class Corrupted(Exception):
-    """The live state is not what it should be. Raised on every rank with the same words.
+    """The live state is wrong. Raised on every rank with the same message.
 
-    ``step`` is the last one that was done. States after ``trusted`` and up to it may be corrupted, so a run should
-    not continue from a commit of one of these.
+    ``step`` is the last completed step. States after ``trusted`` and up to it may be corrupted, so a run should not
+    resume from a commit of one of them.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class GuardedTensor:
 
     state: str
     name: str
-    elements: tuple[Any, ...]  # two ranks with the same ones hold the same
+    elements: tuple[Any, ...]  # ranks with equal values here hold the same data
     kept_as: str
     values: Tensor
-    read: Callable[[], Tensor] | None = None  # them, where they are in a file
+    read: Callable[[], Tensor] | None = None  # reads the values, if they are in a file
 
     @property
     def key(self) -> str:
@@ -85,10 +85,10 @@ class GuardedTensor:
 
 
 class CorruptionGuard:
-    """One rank's part. All ranks are to call the same methods in the same order."""
+    """One rank's part. All ranks must call the same methods in the same order."""
 
     def __init__(self, step: Step, every: int, done: int) -> None:
-        """``every``: steps between checks, 0 for none. ``done``: the step whose state we start from, which is sound."""
+        """``every``: steps between checks, 0 for none. ``done``: the step of the initial state, which is trusted."""
         self.placed, self.optimizer, self.mesh = step.placed, step.optimizer, step.mesh
         self.every = every
         self.trusted = done
@@ -100,16 +100,16 @@ class CorruptionGuard:
         return self.every > 0 and step % self.every == 0
 
     def after_step(self, step: int) -> None:
-        """To be called when a step is over and before its state is committed: compare with other ranks, remember."""
+        """Call when a step is over, before its state is committed: compare with other ranks and remember digests."""
         kept = list(self._live())
         found = self._digest(kept)
         self._compare(step, kept, found.totals.tolist())
         self._taken = step, found
 
     def before_update(self) -> Digests | None:
-        """To be called when nothing but the update is left of a step: has anything changed since the last one?
+        """Call when only the update of a step is left: check that nothing changed since the last update.
 
-        What it is now, where something was remembered.
+        Returns the current digests if earlier ones were remembered.
         """
         if self._taken is None:
             return None
@@ -121,21 +121,21 @@ class CorruptionGuard:
         (broken,) = self.mesh.hosts.sum_integers([int(not same)])
         if broken:
             self._report_change(step, kept, before, now)
-        # Only now: until here something that was copied for a commit could have changed before it was.
+        # Only now: until here a copy for a commit could have changed before it was made.
         self.trusted = step
         return now
 
     def confirm(self, step: int) -> None:
-        """To be called when the step's state was copied for a commit: unchanged until now, so the copy is sound.
+        """Call when the step's state has been copied for a commit: it is unchanged so far, so the copy is good.
 
-        What changes later does not cast doubt on that commit.
+        Later changes cast no doubt on that commit.
         """
         found = self.before_update()
         assert found is not None
         self._taken = step, found
 
     def _digest(self, kept: list[GuardedTensor]) -> Digests:
-        """Of what rests in files copies, one at a time."""
+        """Digests; states in files are read as copies, one at a time."""
         here = digest([one.values for one in kept if one.read is None], self.mesh.device)
         if all(one.read is None for one in kept):
             return here
@@ -176,14 +176,15 @@ class CorruptionGuard:
     def _compare(self, step: int, kept: list[GuardedTensor], totals: list[int]) -> None:
         mine = self._signatures(kept, totals)
         everyones = self.mesh.hosts.all_gather_values(mine).view(-1, 2)
-        # Who holds the same elements must hold the same bits: of sorted pairs no two neighbours have the first alike.
+        # Ranks that hold the same elements must hold the same bits: no two neighbours of the sorted pairs may share the
+        # first number.
         elements = torch.unique(everyones[everyones[:, 0] != 0], dim=0)[:, 0]
         differing = set(elements[1:][elements[1:] == elements[:-1]].tolist())
         if differing:
             self._report_difference(step, kept, totals, mine, differing)
 
     def _signatures(self, kept: list[GuardedTensor], totals: list[int]) -> Tensor:
-        """Two numbers for each set: which elements it has, and what they are. Zeros where there is none."""
+        """Two numbers per set: a hash of which elements it has, and one of their values. Zeros for an empty set."""
         sets: list[list[tuple[str, int]]] = [[] for _ in SLOTS]
         for one, total in zip(kept, totals, strict=True):
             sets[_slot(one)].append((one.key, total))
@@ -227,10 +228,10 @@ class CorruptionGuard:
     def _everyones(self, mine: list[Any]) -> list[list[Any]]:
         return [json.loads(text) for text in self.mesh.hosts.all_gather(json.dumps(mine))]
 
-    # What there is.
+    # The live state.
 
     def _live(self) -> Iterator[GuardedTensor]:
-        """All weights that are held here, as the network reads them, and all that the optimizer keeps."""
+        """All weights held here, as the network reads them, and all optimizer states."""
         yield from self._weights
         counts: dict[str, list[tuple[Shard, Tensor]]] = {}
         for piece, elements, kept_as in self._pieces:
@@ -246,13 +247,13 @@ class CorruptionGuard:
                 elif isinstance(values, Tensor):
                     yield GuardedTensor(kind, piece.name, elements, kept_as, values, _reads(piece, kind))
         for kept_as, some in counts.items():
-            # One tensor of them: each alone would take as long as a small parameter.
+            # Grouped into one tensor: each alone would take as long as a small parameter.
             pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece, _ in some)
             yield GuardedTensor(
                 UPDATES, "", pieces, kept_as, torch.stack([count.to(self.mesh.device) for _, count in some])
             )
 
-    # What does not change from step to step is worked out once: a GPU has nothing to do while its state is listed.
+    # What does not change between steps is computed once: a GPU idles while its state is listed.
 
     @cached_property
     def _weights(self) -> list[GuardedTensor]:
@@ -269,7 +270,7 @@ class CorruptionGuard:
 
     @cached_property
     def _pieces(self) -> list[tuple[Shard, tuple[Any, ...], str]]:
-        """Each with its elements and what it is kept as."""
+        """The pieces, each with its elements and the set it belongs to."""
         canonical = by_name(self.placed.shared.model)
         return [
             (
@@ -288,9 +289,9 @@ def _reads(piece: Shard, kind: str) -> Callable[[], Tensor] | None:
 
 
 def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-    """Of ranks by what they hold: whether one can tell who is wrong, who it is, and who is right.
+    """Group ranks by what they hold: whether the culprit can be told, the odd ranks, and the others.
 
-    The largest group of equal ranks is taken to be right. Without one, all ranks are named.
+    The largest group of equal ranks is presumed right. If there is none, all ranks are named.
     """
     largest = max(map(len, parties))
     right = [party for party in parties if len(party) == largest]
@@ -315,7 +316,7 @@ def _slot(kept: GuardedTensor) -> int:
 
 
 def _hash(values: Sequence[str | int]) -> int:
-    """An int64 that is not 0."""
+    """A non-zero int64."""
     text = "\n".join(map(str, values)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
 
@@ -329,7 +330,7 @@ def _difference(sure: bool, odd: Sequence[int], usual: Sequence[int], what: str)
 
 
 def _location(values: Tensor, changed: Sequence[int]) -> str:
-    """Where in a tensor, to the block; how many elements of a block have changed is not known."""
+    """Where in a tensor, to the block; how many elements of a block changed is unknown."""
     block = BLOCK * min(values.element_size(), 4) // values.element_size()
     first, last = changed[0] * block, min((changed[-1] + 1) * block, values.numel()) - 1
     if len(changed) == 1:

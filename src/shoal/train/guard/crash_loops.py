@@ -1,8 +1,7 @@
 """Crash loops: whether to restart a failed run, and from which commit. Needs no torch.
 
-Faults that come from outside are over after a restart. Those that are not look alike: the same step again, or no step
-at all after the same commit was restored. What is decided is a function of the failures so far and the commits there
-are.
+External faults go away with a restart. Internal ones repeat: the same step fails again, or no step completes after the
+same commit was restored. The decision is a function of the failures so far and the existing commits.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Failures in the same step, no new commit between them, after which it will not go differently.
+# After this many failures in the same step, without a new commit in between, another try would fail too.
 SAME_STEP = 3
-# Failures right after restoring the same commit, before one step was done, after which that commit is not used.
+# After this many failures right after restoring the same commit, before one step completed, it is not used again.
 SAME_COMMIT = 2
-# Kinds that say nothing of the program or of what it has restored: a user, a machine, a network.
+# Kinds of faults that say nothing about the program or the restored state: a user, a machine, a network.
 FROM_OUTSIDE = ("killed", "connection", "stall", "node lost")
 
 CORRUPTION, OUT_OF_MEMORY = "corruption", "oom"
@@ -25,16 +24,16 @@ CORRUPTION, OUT_OF_MEMORY = "corruption", "oom"
 class FailedAttempt:
     """How one attempt at a run ended."""
 
-    resumed: int  # the step whose commit it began from; 0 where it began at the beginning
-    reached: int  # the last step that it completed; ``resumed`` where it completed none
+    resumed: int  # the step of the commit it resumed from; 0 for the start
+    reached: int  # the last completed step; ``resumed`` if there is none
     kind: str = "crash"  # of the fault
-    rank: int | None = None  # whose fault it looked like
+    rank: int | None = None  # the suspected rank
     message: str = ""
-    trusted: int | None = None  # commits of later steps may be wrong; None: nothing casts doubt on them
-    set_aside: tuple[int, ...] = ()  # what was decided then
+    trusted: int | None = None  # commits of later steps may be wrong; None: all are fine
+    set_aside: tuple[int, ...] = ()  # decided at that time
 
     def row(self) -> dict[str, Any]:
-        """As a row of faults.jsonl. It has the step that was not completed."""
+        """A row of faults.jsonl, with the step that was not completed."""
         return {
             "kind": self.kind,
             "step": self.reached + 1,
@@ -49,7 +48,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What comes next. A commit that is set aside is kept, under another name, and not continued from."""
+    """What to do next. A commit that is set aside is renamed and kept, and not resumed from."""
 
     again: bool
     set_aside: tuple[int, ...] = ()
@@ -57,7 +56,7 @@ class RestartDecision:
 
 
 def decide(failures: Sequence[FailedAttempt], commits: Sequence[int], most: int) -> RestartDecision:
-    """After the last of these failures, with these steps committed: go on, and from where?
+    """Decide after the last of these failures, with these steps committed: restart, and from where?
 
     ``most``: restarts without any progress (``fault.max_restarts``).
     """
@@ -66,7 +65,7 @@ def decide(failures: Sequence[FailedAttempt], commits: Sequence[int], most: int)
     if culprit := _same_culprit(failures, most):
         return RestartDecision(False, why=culprit)
     if last.kind == OUT_OF_MEMORY and last.reached == last.resumed:
-        # The very first step found no room: the next attempt's would not either.
+        # The very first step ran out of memory: the next attempt's would too.
         return RestartDecision(False)
     without_progress = _since_progress(failures, commits)
     if len(without_progress) > most:
@@ -76,16 +75,16 @@ def decide(failures: Sequence[FailedAttempt], commits: Sequence[int], most: int)
         )
     doubtful = tuple(step for step in sorted(commits) if last.trusted is not None and step > last.trusted)
     if doubtful:
-        # The beginning is always sound, so this may leave no commit at all.
+        # The initial state is always good, so no commit may remain at all.
         why = f"nothing after step {last.trusted} is known to be sound"
         return RestartDecision(True, doubtful, f"{_steps(doubtful)} set aside: {why}")
     return _same_step(without_progress) or _same_commit(without_progress, commits) or RestartDecision(True)
 
 
 def _since_progress(failures: Sequence[FailedAttempt], commits: Sequence[int]) -> Sequence[FailedAttempt]:
-    """The failures since the run last came further: the first of them, and all without a new commit in between.
+    """The failures since the run last made progress: the first failure there and all later ones without a new commit.
 
-    A commit that was set aside and is made once more is no progress.
+    Committing again a step that was set aside is not progress.
     """
     last = failures[-1]
     sound = [step for step in commits if last.trusted is None or step <= last.trusted]
@@ -100,7 +99,9 @@ def _since_progress(failures: Sequence[FailedAttempt], commits: Sequence[int]) -
 
 
 def _same_culprit(failures: Sequence[FailedAttempt], most: int) -> str:
-    """A rank whose memory or device was found wrong more often than workers may be restarted, whatever came between."""
+    """Why not to restart: one rank's memory or device was found faulty more often than restarts are allowed,
+    whatever happened in between. Empty otherwise.
+    """
     last = failures[-1]
     times = sum(one.kind == CORRUPTION and one.rank == last.rank for one in failures)
     if last.kind != CORRUPTION or last.rank is None or times <= most:
@@ -127,7 +128,7 @@ def _same_commit(failures: Sequence[FailedAttempt], commits: Sequence[int]) -> R
         return None
     times = f"{_times(len(same))} right after restoring step {last.resumed}"
     if any(one.resumed in one.set_aside for one in failures):
-        # It has been tried with another one: whatever is wrong, it is not the commit.
+        # Another commit has been tried: whatever is wrong, it is not the commit.
         return RestartDecision(False, why=f"failed {times}, as it did after a later one, which was set aside")
     before = [step for step in commits if step < last.resumed]
     if not before:

@@ -1,14 +1,14 @@
 """Digests of live tensors, computed on their device: one number per block and one per tensor.
 
-A word is an element, or a half of one that has 64 bits. Within a block every word is taken as an integer and counts
-times an odd number of its own, modulo 2⁶⁴. An odd multiple of a difference below 2³² is never 0 there, so a change of
-one word, be it a single bit, changes its block's number for certain. So do two bits that flip in different words of a
-block, for no two of the odd numbers are alike, or opposite, in their lower 33 bits. Blocks are mixed with their place,
-one to one, and added: what changes one of them changes the sum for certain, and anything else is missed once in 2⁶⁴
-times or so. It detects accidents; it is no defence against an attacker.
+A word is an element, or half of one that has 64 bits. Within a block every word, taken as an integer, is multiplied by
+its own odd number, modulo 2⁶⁴. An odd multiple of a difference below 2³² is never 0 there, so a change of one word,
+even of a single bit, always changes its block's number. So do two bits that flip in different words of a block, because
+no two of the odd numbers are equal or opposite in their lower 33 bits. Block numbers are mixed with their place, one to
+one, and added: a change in a single block always changes the sum, and anything else is missed about once in 2⁶⁴ times.
+This detects accidents; it is no defence against an attacker.
 
-A cryptographic hash would need the bytes on the host, and takes several times as long even there. On a GPU one kernel
-reads every word once, as fast as memory gives them; with torch's own operations the products travel too, and twice.
+A cryptographic hash would need the bytes on the host, and is several times slower even there. On a GPU one kernel reads
+every word once, at memory bandwidth; with torch operators the products would be written and read as well.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from torch import Tensor
 
 from shoal.models.random import bits, key
 
-# Words.
+# In words.
 BLOCK = 4096
-# Blocks taken at once, for which there are 32 MiB of products for a moment. With fewer, the threads of a CPU that is
-# shared spend most of their time in waiting for each other.
+# Blocks processed at once, whose products take 32 MiB. With fewer, the threads of a shared CPU spend most of their time
+# waiting for each other.
 AT_ONCE = 1024
-# With fewer, a GPU is done before its host has asked for the next.
+# With fewer, a GPU finishes before its host has issued the next batch.
 AT_ONCE_ON_GPU = 4096
 
-# The type of a word of so many bytes.
+# The integer type of a word, by its bytes.
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
-# From tensors, and of every block the number of its tensor and its place there, to the numbers of the blocks.
+# Takes tensors and, for every block, the index of its tensor and its place there; returns the blocks' numbers.
 Numbers = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Digests:
-    """Of several tensors: the numbers of all their blocks, one after another, and one number for each tensor."""
+    """Of several tensors: the numbers of all their blocks, concatenated, and one number per tensor."""
 
     blocks: Tensor
     counts: tuple[int, ...]
     totals: Tensor
 
     def changed_blocks(self, now: Digests) -> list[list[int]]:
-        """For each tensor, the blocks in which it has changed."""
+        """For each tensor, the blocks that have changed."""
         return [
             torch.nonzero(before != after).flatten().tolist()
             for before, after in zip(
@@ -67,7 +67,7 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
     _, _, owner, own_place = _places([counts[number] for number in here], device)
     found = (numbers or _in_torch)([tensors[number] for number in here], owner, own_place)
     if len(here) < len(tensors):
-        # What the host has is read there: a device may have no room for it.
+        # Host tensors are digested on the host: a device may have no room for them.
         split = iter(found.split([counts[number] for number in here]))
         mine = set(here)
         found = torch.cat(
@@ -77,13 +77,13 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
             ]
         )
     blocks = found
-    # Integers: however they are added up, the sum is the same. That of a tensor is what it adds to those before it.
+    # Integer sums do not depend on order. A tensor's sum is a difference of cumulative sums.
     sums = torch.cat([blocks.new_zeros(1), bits(blocks, place).cumsum(0)])
     return Digests(blocks, counts, sums[ends] - sums[ends - sizes])
 
 
 def _places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where tensors of so many blocks end, these counts, and of every block its tensor and its place there."""
+    """Where tensors of this many blocks end, the counts, and for every block its tensor and its place there."""
     sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)
     ends = sizes.cumsum(0)
     owner = torch.repeat_interleave(sizes, output_size=sum(counts))
@@ -91,13 +91,13 @@ def _places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load what digests need: where the first one is taken, training would wait for that."""
+    """Compile and load what digests need; otherwise training would wait at the first digest."""
     if device.type == "cuda":
         digest([torch.zeros(1, device=device)], device).totals.tolist()
 
 
 def _word_bytes(values: Tensor) -> int:
-    """A word is as large as an element, but for elements of 64 bits, which are two."""
+    """Bytes per word: the element size, or half of it for 64-bit elements."""
     return min(values.element_size(), 4)
 
 
@@ -106,7 +106,7 @@ def _weights(device: torch.device) -> Tensor:
     return bits(key(0, 0, "weights of a digest"), torch.arange(BLOCK, device=device)) | 1
 
 
-# In torch.
+# With torch operators.
 
 
 def _in_torch(tensors: Sequence[Tensor], owner: Tensor, place: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ def _block_numbers(values: Tensor) -> Tensor:
     return torch.cat(numbers) if numbers else weights[:0]
 
 
-# In one kernel.
+# With one kernel.
 
 
 @cache
 def _kernel(device: torch.device) -> Numbers | None:
-    """The numbers of all blocks of all tensors in one launch; None where that is not to be had."""
+    """One launch that computes the numbers of all blocks of all tensors; None if it is unavailable."""
     try:
         numbers = _compiled(import_module("triton"), import_module("triton.language"))
         sample = [
@@ -143,7 +143,7 @@ def _kernel(device: torch.device) -> Numbers | None:
         place = torch.tensor([0, 1, 0, 1], device=device)
         same = torch.equal(numbers(sample, owner, place), _in_torch(sample, owner, place))
     except Exception:
-        # Whatever is missing, the package or a compiler that it needs: the same numbers are to be had without.
+        # Whatever is missing, Triton or its compiler: torch operators give the same numbers.
         return None
     return numbers if same else None
 
@@ -167,14 +167,14 @@ def _compiled(triton: Any, tl: Any) -> Numbers:
     def numbers(tensors: Sequence[Tensor], owner: Tensor, place: Tensor) -> Tensor:
         dense = [tensor.contiguous() for tensor in tensors]
         widths = [_word_bytes(tensor) for tensor in dense]
-        # Where a tensor begins, how many words it has, and of how many bytes.
+        # Each tensor's address, number of words, and bytes per word.
         rows = [
             (tensor.data_ptr(), tensor.nbytes // width, width)
             for tensor, width in zip(dense, widths, strict=True)
         ]
         table = torch.tensor(rows, dtype=torch.int64).to(owner.device, non_blocking=True)
         blocks = torch.empty_like(owner)
-        # A launch for each kind of word, which leaves the blocks of others alone.
+        # One launch per word size, which skips the blocks of other sizes.
         for width in set(widths) if owner.numel() else ():
             block_number[(owner.numel(),)](
                 blocks, table, owner, place, _weights(owner.device), BLOCK, width, kinds[width]

@@ -1,4 +1,6 @@
-"""Ranks from one look to the next: only what has changed is counted again, for there may be thousands that wait."""
+"""The ranks' state from one look of the watchdog to the next; only changes are processed, because thousands of ranks
+may be waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from shoal.train.guard.stalls import Late, late_collective
 
 @dataclass
 class Looks:
-    """What the last look has shown."""
+    """What the last look showed."""
 
     snapshots: Sequence[Snapshot] = ()
     phases: frozenset[str] = frozenset()
-    moved: bool = False  # whether some rank has made progress since the look before
+    moved: bool = False  # whether any rank made progress since the previous look
     waiting: dict[int, float] = field(
         default_factory=dict
     )  # seconds since that look, by rank: see Snapshot.starved
@@ -28,7 +30,7 @@ class Looks:
         return [*self._late.values()]
 
     def take(self, snapshots: Sequence[Snapshot]) -> None:
-        """``snapshots``, in rank order; those of ranks of which nothing new is known may be the same objects."""
+        """``snapshots``, in rank order; ranks without news may be the same objects as before."""
         before, self.snapshots = self.snapshots, snapshots
         if len(before) != len(snapshots):
             self.moved, self.waiting, self._late = True, {}, {}

@@ -1,4 +1,4 @@
-"""Non-finite gradients never reach the weights: skip, retry or stop, as configured."""
+"""Keep non-finite gradients from the weights: skip, retry or stop, as configured."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # launchers read what is here too
+if TYPE_CHECKING:  # launchers read this module too
     from shoal.train.step import StepResult
 
-# fp16 lowers its scale for a few steps at the start; more in a row than this is a run that learns nothing.
+# fp16 lowers its scale for a few steps at the start; more than this in a row means a run that learns nothing.
 MOST_IN_A_ROW = 20
 
 SKIPPED = "update skipped"
 
 
 class NonFinite(Exception):
-    """The run stops here, and the last commit is from before the trouble."""
+    """The run stops here; the last commit is from before the trouble."""
 
 
 class NonFiniteGuard:
     """Judges each step's outcome by the policy ``skip``, ``retry`` or ``stop``.
 
-    The norm it judges is of the summed gradients, so all ranks come to the same verdict without asking.
+    It judges the norm of the reduced gradients, so all ranks reach the same verdict without communicating.
     """
 
     def __init__(self, policy: str, scaled: bool) -> None:
         self.policy = policy
-        self.scaled = scaled  # fp16: an overflow is how its loss scale finds its value, no fault
+        self.scaled = scaled  # fp16: overflows are how its loss scale adapts, not faults
         self.in_a_row = 0
-        self.found: StepResult | None = None  # the last step's first attempt, if that was not finite
+        self.found: StepResult | None = None  # the last step's first attempt, if it was not finite
 
     def judge(
         self, step: int, result: StepResult, again: Callable[[], StepResult] | None = None
     ) -> StepResult:
-        """``again`` takes the step once more, as the policy ``retry`` needs."""
+        """``again`` repeats the step, as the policy ``retry`` needs."""
         self.found = None if _finite(result) or self.scaled else result
         if not _finite(result) and self.policy == "retry" and not self.scaled:
-            # The same data and weights: if it is finite now, hardware was the cause and not the data.
+            # Same data and weights: if the result is finite now, the hardware was the cause and not the data.
             assert again is not None
             result = again()
         if _finite(result):
@@ -55,7 +55,7 @@ class NonFiniteGuard:
         )
 
     def told(self, step: int, result: StepResult) -> dict[str, Any] | None:
-        """A row of faults.jsonl about the last step, where there is something to tell."""
+        """A row of faults.jsonl about the last step, if there is something to report."""
         if self.found is None:
             return None
         action = SKIPPED
@@ -72,7 +72,7 @@ class NonFiniteGuard:
 
 
 def _finite(result: StepResult) -> bool:
-    """An update may also have been refused for another reason."""
+    """Whether a step was finite; its update may have been refused for another reason."""
     return math.isfinite(result.grad_norm)
 
 

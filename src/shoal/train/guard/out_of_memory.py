@@ -26,16 +26,16 @@ from shoal.train.program import Program
 GIB = 2**30
 # A prediction that is too low by less than this factor is not mentioned.
 NOTICEABLE = 1.005
-# A difference between two predicted times that is none.
+# Predicted times that differ by less than this are equal.
 SAME_TIME = 0.0005
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
-# Where there is no error of a type of its own: a CPU's allocator, the CUDA runtime, cuBLAS and NCCL.
+# For errors without a type of their own: a CPU's allocator, the CUDA runtime, cuBLAS and NCCL.
 WORDS = re.compile(
     r"DefaultCPUAllocator|CUDA error: out of memory|Cuda failure .*out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Failed to CUDA [cm]alloc"
 )
-# What the allocators say of the moment of the error; a little later some of it is free again.
+# Sizes in allocators' messages at the time of the error; a little later some memory is free again.
 SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
 ASKED = re.compile(rf"[Tt]ried to allocate {SIZE}")
 FREE = re.compile(rf"of which {SIZE} is free")
@@ -47,18 +47,18 @@ UNUSED = re.compile(rf"{SIZE} is reserved by PyTorch but unallocated")
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What one rank held when there was no room for more, in bytes."""
+    """What one rank held when memory ran out, in bytes."""
 
     params: int
     grads: int
     optimizer: int
-    asked: int  # the allocation that failed; 0 where unknown
+    asked: int  # the allocation that failed; 0: unknown
     allocated: int | None = None  # by tensors; a CPU's allocator does not count
     reserved: int | None = None  # by the allocator, for tensors now and later
     capacity: int | None = None  # of the device, without what other processes hold
-    peak_allocated: int | None = None  # the most of both so far
+    peak_allocated: int | None = None  # the peak so far
     peak_reserved: int | None = None
-    resident: int | None = None  # of the whole process, where its allocator does not count
+    resident: int | None = None  # the whole process, if its allocator does not count
 
     @property
     def states(self) -> int:
@@ -66,7 +66,7 @@ class MeasuredMemory:
 
     @property
     def unused(self) -> int:
-        """What the allocator holds and no tensor has."""
+        """Memory that the allocator holds and no tensor uses."""
         return 0 if self.reserved is None or self.allocated is None else self.reserved - self.allocated
 
     @property
@@ -75,7 +75,7 @@ class MeasuredMemory:
 
 
 class OutOfMemory(RuntimeError):
-    """A rank found no room for a tensor; the message says what filled it and what would fit."""
+    """A rank ran out of memory; the message says what filled it and what would fit."""
 
     def __init__(self, message: str, step: int, predicted: Ledger, measured: MeasuredMemory) -> None:
         self.step, self.predicted, self.measured = step, predicted, measured
@@ -83,7 +83,7 @@ class OutOfMemory(RuntimeError):
 
 
 class RunningTraining(Protocol):
-    """A training: what it runs, and how many steps are done."""
+    """A running training: its program, and how many steps are done."""
 
     program: Program
     done: int
@@ -92,14 +92,14 @@ class RunningTraining(Protocol):
 
 @dataclass
 class MemoryWitness:
-    """Who can say what a rank holds, as soon as there is something to hold."""
+    """Knows what a rank holds, as soon as there is something to hold."""
 
     training: RunningTraining | None = None
 
 
 @contextmanager
 def explaining(job: Job, mesh: Mesh) -> Iterator[MemoryWitness]:
-    """Turn an allocator's error inside into ``OutOfMemory``."""
+    """Turn an allocator's error inside the context into ``OutOfMemory``."""
     witness = MemoryWitness()
     try:
         yield witness
@@ -109,7 +109,7 @@ def explaining(job: Job, mesh: Mesh) -> Iterator[MemoryWitness]:
         try:
             explained = _explained(job, mesh, witness.training, str(error))
         except Exception as trouble:
-            # What went wrong with the explanation must not hide what it was about.
+            # An error in the explanation must not hide the original error.
             raise error from trouble
         raise explained from error
 
@@ -118,25 +118,25 @@ def _explained(job: Job, mesh: Mesh, training: RunningTraining | None, message: 
     measured = measure(training.program if training else None, message)
     step = training.done + 1 if training else 0
     if training:
-        # The others may wait for us a little longer.
+        # Tell the others, so that they may wait a little longer.
         training.announce(EXPLAIN, step)
     predicted = ledgers(job.workload())[mesh.coords["pp"]]
     return OutOfMemory(verdict(job, predicted, measured), step, predicted, measured)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, of whatever kind, has found no room."""
+    """Whether an allocator of any kind ran out of memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or WORDS.search(str(error)) is not None
 
 
 def measure(program: Program | None, message: str) -> MeasuredMemory:
-    """What is there, by what it is for; each storage once, however many tensors share it."""
+    """What is allocated, by purpose; each storage counts once, however many tensors share it."""
     params = grads = optimizer = 0
     if program is not None:
         seen: set[int] = set()
-        _bytes(program.placed.host.buffers, seen)  # weights that rest there are not on the device
+        _bytes(program.placed.host.buffers, seen)  # offloaded weights are not on the device
         params = _bytes((part.local for _, part in program.placed.weights), seen)
-        # In a backward pass gradients may still be with the working copies.
+        # During a backward pass gradients may still be on the working copies.
         held = (piece.held.parameter.grad for piece in program.pieces)
         grads = _bytes((*(piece.tensor.grad for piece in program.pieces), *held), seen)
         states = [value for states in program.optimizer.state.values() for value in states.values()]
@@ -163,7 +163,7 @@ def _resident() -> int | None:
 
 
 def _said_capacity(message: str) -> int | None:
-    """What this process has and could still have had; the others' part of the device is not ours to plan with."""
+    """What this process has plus what it could still get; other processes' part of the device does not count."""
     free, used, allowed = (_said(pattern, message) for pattern in (FREE, IN_USE, ALLOWED))
     if free is None or used is None:
         return allowed
@@ -175,7 +175,7 @@ def _bytes(tensors: Iterable[object], seen: set[int]) -> int:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        # A sharded tensor's own part: of the whole it only knows the shape.
+        # A sharded tensor's local part: the whole has only a shape.
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = local.untyped_storage()
         if storage.data_ptr() not in seen:
@@ -235,7 +235,9 @@ def verdict(job: Job, predicted: Ledger, measured: MeasuredMemory) -> str:
 
 
 def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | None:
-    """The smallest change of the layout that fits on as many devices, even if it is mispredicted as this one was."""
+    """The smallest layout change that fits on the same number of devices, even if mispredicted by as much as this
+    one.
+    """
     room = int(_capacity(job, predicted, measured) / _shortfall(predicted, measured))
     device = job.cluster.device.model_copy(update={"memory_bytes": max(1, room)})
     cluster = job.cluster.model_copy(update={"device": device})
@@ -251,7 +253,7 @@ def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | N
     )
     for remedy in for_layout(asked, job.layout):
         plan = remedy.plan
-        # Where the prediction saw no trouble at all, what needs as much as it did would fit by its word only.
+        # The prediction saw no problem at all, so a layout that needs as much is not credible.
         smaller = plan.memory.peak_allocated < predicted.peak_allocated
         same_run = plan.workload.recipe == job.config.recipe and plan.workload.lora == job.config.model.lora
         if plan.world == job.layout.world and plan.runs and smaller and same_run:
@@ -260,7 +262,7 @@ def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | N
 
 
 def _slower(job: Job, found: Remedy) -> str:
-    """How much longer a step takes with a change than it would without, had it fitted."""
+    """How much longer a step takes with the change, compared with the original layout had it fit."""
     change = found.plan.step.seconds / judge(job.workload()).step.seconds - 1
     if abs(change) < SAME_TIME:
         return "the step time stays the same"
@@ -268,14 +270,16 @@ def _slower(job: Job, found: Remedy) -> str:
 
 
 def _shortfall(predicted: Ledger, measured: MeasuredMemory) -> float:
-    """By what factor more was needed than predicted: at least what was there and what was asked for; never below 1."""
+    """The factor by which at least more was needed than predicted: what was held plus what was requested; at least
+    1.
+    """
     if measured.allocated is None:
         return 1.0
     return max(1.0, (measured.allocated + measured.asked) / predicted.peak_allocated)
 
 
 def _capacity(job: Job, predicted: Ledger, measured: MeasuredMemory) -> int:
-    """A device's memory; of a machine's, which ranks on its CPU share, one rank's part."""
+    """A device's memory; for ranks that share a machine's CPU, one rank's part."""
     if measured.capacity is not None:
         return measured.capacity
     return predicted.capacity // (job.layout.world if job.cluster.device.name == "cpu" else 1)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def send(processes: Iterable[int], number: int) -> None:
-    """A signal to several processes, some of which may be gone."""
+    """Send a signal to several processes, some of which may be gone."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process does not run because a signal, or a debugger, has stopped it."""
+    """Whether a signal or a debugger has stopped the process."""
     return state(process) in ("T", "t")
 
 
@@ -26,7 +26,7 @@ def is_gone(process: int) -> bool:
 
 
 def state(process: int) -> str:
-    """Of its main thread. One letter, as Linux has it; empty where there is no /proc to ask."""
+    """Its main thread's state: one letter, as in Linux; empty without /proc."""
     if not Path("/proc/self/stat").exists():
         return ""
     found = _status(process)
@@ -34,7 +34,7 @@ def state(process: int) -> str:
 
 
 def started(process: int) -> str:
-    """When, as the system counts: numbers of processes are used again. Empty where it is not known."""
+    """Its start time as the system counts it, because process ids are reused. Empty if unknown."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -42,7 +42,7 @@ def started(process: int) -> str:
 
 
 def process_space() -> str:
-    """Within which numbers of processes mean the same: a container has its own. Empty where it is not known."""
+    """The PID namespace, within which process ids are unique: a container has its own. Empty if unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -50,9 +50,9 @@ def process_space() -> str:
 
 
 def starved(process: int) -> float:
-    """Seconds, since it began, that its main thread was ready to run while others had the processors.
+    """Total seconds for which its main thread was ready to run while others had the processors.
 
-    0 where Linux does not say.
+    0 if Linux does not say.
     """
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
@@ -61,7 +61,7 @@ def starved(process: int) -> float:
 
 
 def parent_of(process: int) -> int | None:
-    """The parent of a process; None where there is no such process, or only its remains."""
+    """The parent of a process; None if there is no such process, or only a zombie."""
     found = _status(process)
     return None if not found or found[0] in "ZX" else int(found[1])
 
@@ -81,10 +81,10 @@ def descendants(process: int) -> list[int]:
 
 
 def _status(process: int) -> list[str]:
-    """What Linux says of it, from its state on; nothing where there is no such process."""
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    # After the name, which is in parentheses and may hold any character.
+    # After the name, which is in parentheses and may contain any character.
     return status.rpartition(")")[2].split()

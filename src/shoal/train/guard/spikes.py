@@ -1,8 +1,8 @@
 """Spikes: a loss or gradient norm far above the usual.
 
-What is usual is the median of the last steps, and how far they lie from it the median of that: neither is moved by a
-few outliers. Both are a function of the last rows of metrics.jsonl, so a run that was resumed judges as one that was
-not; and as losses and norms are the whole batch's, every rank judges alike.
+Usual is the median of the last steps, and the spread is their median distance from it: a few outliers move neither.
+Both are functions of the last rows of metrics.jsonl, so a resumed run judges like an uninterrupted one; and since
+losses and norms are the global batch's, every rank judges alike.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from typing import Any, Literal
 
 from shoal.train.metrics.meter import finite
 
-# Steps that are looked back on, and those there must be before anything is judged.
+# Steps in the window; nothing is judged before there are this many.
 WINDOW = 64
 FEWEST = 16
-# The median distance of normally distributed numbers from their median, times this, is their standard deviation.
+# Converts the median absolute deviation of a normal distribution into its standard deviation.
 OF_NORMAL = 1.4826
-# A deviation is at least this share of what is usual: numbers that hardly differ make nothing of a small difference.
+# A deviation is at least this fraction of the median, so that near-constant numbers do not turn small differences into
+# spikes.
 LEAST = 0.01
 
 Policy = Literal["warn", "skip"]
 
 
 class Usual:
-    """One number of the last steps."""
+    """The window of one number over the last steps."""
 
     def __init__(self) -> None:
         self._last: deque[float | None] = deque(maxlen=WINDOW)
 
     def add(self, value: float | None) -> None:
-        """None, as metrics.jsonl has it, where it was not finite, which is another guard's business."""
-        # The outliers too: the window is then made of the last rows alone, and a new level becomes the usual one.
+        """None, as in metrics.jsonl, stands for a non-finite value, which another guard handles."""
+        # Outliers included: the window then depends on the last rows only, and a new level becomes usual.
         self._last.append(finite(value))
 
     def deviations(self, value: float) -> float:
-        """How many robust standard deviations a value lies above the median; 0 where there is too little to tell."""
+        """How many robust standard deviations a value is above the median; 0 if there are too few values to judge."""
         unit = self._deviation()
         return (value - self.value) / unit if unit and math.isfinite(value) else 0.0
 
     def above(self, deviations: float) -> float:
-        """The value that lies so many above the median; infinity where there is too little to tell."""
+        """The value that many deviations above the median; infinity if there are too few values to judge."""
         unit = self._deviation()
         return self.value + deviations * unit if unit else math.inf
 
@@ -64,13 +65,13 @@ class Usual:
 
 
 class SpikeGuard:
-    """Notes spikes of the loss and, with the policy ``skip``, keeps those of the gradient from the weights.
+    """Records spikes of the loss and, with the policy ``skip``, keeps spikes of the gradient from the weights.
 
-    To be asked ``refuse_above`` before an update and told each step's numbers after it, on every rank.
+    On every rank, read ``refuse_above`` before an update and pass in each step's numbers after it.
     """
 
     def __init__(self, factor: float, policy: Policy = "warn") -> None:
-        """``factor``: deviations that make a spike; 0: nothing is one."""
+        """``factor``: deviations that make a spike; 0 disables it."""
         self.factor, self.policy = factor, policy
         self.loss, self.norm = Usual(), Usual()
 
@@ -78,23 +79,23 @@ class SpikeGuard:
     def from_rows(
         cls, rows: Iterable[Mapping[str, Any]], factor: float, policy: Policy = "warn"
     ) -> SpikeGuard:
-        """As it stood after the last of these rows of metrics.jsonl; the last ``WINDOW`` are enough."""
+        """The guard as it was after the last of these rows of metrics.jsonl; the last ``WINDOW`` are enough."""
         guard = cls(factor, policy)
         for row in rows:
             guard._add(row["loss"], row["grad_norm"])
         return guard
 
     def refuse_above(self) -> float:
-        """The norm of the gradient above which it should not reach the weights."""
+        """The gradient norm above which an update is refused."""
         return self.norm.above(self.factor) if self.policy == "skip" and self.factor > 0 else math.inf
 
     def refuses(self, norm: float) -> bool:
         return math.isfinite(norm) and norm > self.refuse_above()
 
     def judge(self, step: int, loss: float, norm: float) -> dict[str, Any] | None:
-        """Take a step's numbers in; a row of faults.jsonl where one of them is a spike.
+        """Take in a step's numbers; returns a row of faults.jsonl if one of them is a spike.
 
-        A norm is only told of where it kept the update back: clipping answers the others.
+        A norm is reported only if it kept the update back: clipping handles the others.
         """
         far = {"loss": self.loss.deviations(loss), "grad_norm": self.norm.deviations(norm)}
         refused = self.refuses(norm)

@@ -1,4 +1,4 @@
-"""Stack dumps of a rank's threads, written on a signal without the Python lock, and parsed."""
+"""Stack dumps of a rank's threads, written on a signal without the GIL, and parsed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 TORCH = str(Path(torch.__file__).parent)
-# Libraries' and the interpreter's own code: a stall is seldom to be mended there.
+# Code of libraries and the interpreter: the fix for a stall is seldom there.
 FOREIGN = tuple({TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))})
 
 
-# What the main thread of a process does, by Linux's letter for it.
+# What a process's main thread does, by Linux's state letter.
 DOING = {"R": "computing", "S": "sleeping", "D": "waiting for a disk or a device"}
 
 
@@ -50,26 +50,26 @@ class Frame:
 class Standing:
     """Where the main thread of a rank was found."""
 
-    frames: tuple[Frame, ...] = ()  # the innermost first
+    frames: tuple[Frame, ...] = ()  # innermost first
     stopped: bool = False  # by a signal, or a debugger
-    locked: bool = False  # no thread of Python's runs: one of them holds the lock of all
-    state: str = ""  # one letter, as Linux has it
+    locked: bool = False  # no Python thread runs: one of them holds the GIL
+    state: str = ""  # one letter, as in Linux
     device: str = ""  # what its device has not finished
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Standing:
-        """What ``asdict`` has made of one, on another machine."""
+        """Restore one from ``asdict``, made on another machine."""
         return Standing(**{**row, "frames": tuple(Frame(**frame) for frame in row["frames"])})
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost frame that is not a library's; of several, that is where one looks first."""
+        """The innermost frame outside libraries, which is where to look first."""
         own = [frame for frame in self.frames if not frame.file.startswith(FOREIGN)]
         return next(iter([*own, *self.frames]), None)
 
     @property
     def waits(self) -> bool:
-        """Whether it stands in a collective, or waits for one."""
+        """Whether it is in a collective, or waits for one."""
         if not self.frames or self.stopped:
             return False
         inner = self.frames[0]
@@ -92,7 +92,7 @@ class Standing:
 
 @contextmanager
 def stacks_on_signal(path: Path) -> Iterator[None]:
-    """Inside, ``DUMP_SIGNAL`` makes this process add the stacks of all of its threads to a file."""
+    """Inside the context, ``DUMP_SIGNAL`` makes this process append the stacks of all threads to a file."""
     with path.open("w", encoding="utf-8") as file:
         faulthandler.register(DUMP_SIGNAL, file, all_threads=True)
         try:
@@ -102,10 +102,10 @@ def stacks_on_signal(path: Path) -> Iterator[None]:
 
 
 def ask_for_stacks(process: int) -> None:
-    """Have a process write down its stacks.
+    """Ask a process to dump its stacks.
 
-    Its main thread is asked: where a process goes on after a stop, any of its threads could answer for it, and by then
-    the main thread would be elsewhere.
+    The signal goes to its main thread: when a stopped process continues, any of its threads could handle the signal,
+    and by then the main thread would be elsewhere.
     """
     to_thread = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc from 2.30 on
     if to_thread is not None:
@@ -116,14 +116,14 @@ def ask_for_stacks(process: int) -> None:
 
 
 def main_thread(dump: str, identity: int) -> tuple[Frame, ...]:
-    """The frames of the thread with that identity in a dump of faulthandler's; of the last thread where none has it."""
+    """The frames of the thread with that identity in a faulthandler dump; if none has it, of the last thread."""
     starts = [*THREAD.finditer(dump)]
     frames: tuple[Frame, ...] = ()
-    # There may be none: who holds the Python lock, or has no room, writes nothing.
+    # There may be none: a process that holds the GIL in C code, or has no disk space, writes nothing.
     for start, after in zip_longest(starts, starts[1:]):
         end = after.start() if after is not None else len(dump)
         found = FRAME.finditer(dump, start.end(), end)
-        # Our own stopwatch around each wait says nothing of where that is.
+        # Skip our own timers around waits, which say nothing about the place.
         frames = tuple(
             Frame(match[1], int(match[2]), match[3]) for match in found if match[1] != waited.__file__
         )
@@ -133,7 +133,7 @@ def main_thread(dump: str, identity: int) -> tuple[Frame, ...]:
 
 
 def shown(place: str) -> str:
-    """``file:line`` as a person in this directory would write it."""
+    """``file:line`` as a user in this directory would write it."""
     for base in (Path.cwd(), Path(shoal.__file__).parent.parent):
         if place.startswith(f"{base}{os.sep}"):
             return place.removeprefix(f"{base}{os.sep}")

@@ -1,7 +1,7 @@
-"""Which rank keeps its peers waiting, from the collectives that each has entered, in words.
+"""Explain which rank keeps its peers waiting, from the collectives that each has entered.
 
 A collective needs all ranks of its group, and every rank enters a group's collectives in the same order. So a rank that
-has entered fewer of them than its peers is the one they wait for; which of them have completed does not matter.
+has entered fewer of them than its peers is the one they wait for; how many have completed does not matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.facts.traffic import name_ranks, show_ranks
 from shoal.observe.flight_recorder import INPUT, Channel, FlightEntry, Snapshot
 from shoal.train.guard.stacks import Standing, shown
 
-# In these the ranks' buffers may differ in size.
+# Collectives in which the ranks' buffers may differ in size.
 UNEVEN = ("all_to_all", "gather", "scatter")
 
 
@@ -30,7 +30,7 @@ class Late:
 
 @dataclass(frozen=True)
 class StallVerdict:
-    """Whose fault it looks like, in words, and as a row of faults.jsonl."""
+    """The rank that seems to be at fault, an explanation, and a row of faults.jsonl."""
 
     rank: int
     message: str
@@ -38,14 +38,14 @@ class StallVerdict:
 
 
 def late_collectives(snapshots: Sequence[Snapshot]) -> list[Late]:
-    """The first collective of every channel that is not complete. ``snapshots`` are in rank order."""
+    """The first incomplete collective of every channel. ``snapshots`` are in rank order."""
     channels = dict.fromkeys(channel for snapshot in snapshots for channel in snapshot.counts)
     found = (late_collective(channel, snapshots) for channel in channels)
     return [one for one in found if one is not None]
 
 
 def late_collective(channel: Channel, snapshots: Sequence[Snapshot]) -> Late | None:
-    """The first of a channel that some of its ranks have entered and some have not."""
+    """A channel's first collective that some of its ranks have entered and some have not."""
     counts = {rank: snapshots[rank].counts.get(channel, 0) for rank in channel.ranks}
     number = min(counts.values()) + 1
     missing = tuple(rank for rank, count in counts.items() if count < number)
@@ -54,12 +54,11 @@ def late_collective(channel: Channel, snapshots: Sequence[Snapshot]) -> Late | N
 
 
 def root(late: Sequence[Late], standings: Mapping[int, Standing]) -> Late:
-    """Of several, the first that lacks a rank which is not waiting elsewhere; ``late``: the longest first.
+    """The root cause: the first that lacks a rank which is not waiting elsewhere. ``late``: the longest wait first.
 
-    A rank that was stopped comes before all others. One that has entered something ahead of time counts as waiting
-    there although it may do something else. So where all ranks wait for another, those that are seen to wait are left
-    out. Where really all ranks wait, they have left the common order, and the fewest that are missing anywhere are
-    those who did.
+    A stopped rank comes before all others. A rank that entered something ahead of time counts as waiting there,
+    although it may be doing something else. So if all ranks wait for another, those that are seen to wait are left out.
+    If really all ranks wait, they have left the common order, and the smallest set of missing ranks is to blame.
     """
     running = {rank for rank, standing in standings.items() if not standing.stopped}
     ahead = {rank for one in late for rank in one.waiting}
@@ -73,7 +72,7 @@ def root(late: Sequence[Late], standings: Mapping[int, Standing]) -> Late:
 
 
 def first_difference(snapshots: Sequence[Snapshot], channel: Channel) -> list[FlightEntry]:
-    """What each rank of a group entered under the first number where they disagree; empty where they never do."""
+    """What each rank of a group entered under the first sequence number where they disagree; empty if they never do."""
     if channel.directed:
         return []
     entries = [
@@ -91,7 +90,7 @@ def _kind(entry: FlightEntry) -> tuple[str, int]:
     return entry.op, 0 if entry.op in UNEVEN else entry.bytes
 
 
-# Words.
+# Messages.
 
 
 def explain_late(
@@ -101,7 +100,7 @@ def explain_late(
     snapshots: Sequence[Snapshot],
     standings: Mapping[int, Standing],
 ) -> StallVerdict:
-    """For ranks that have not joined what others wait in. ``every``: whatever else is late."""
+    """Explain ranks that have not joined what others wait in. ``every``: all late collectives."""
     asked = _entered(late, snapshots)
     what = f"{asked.op} #{late.number}" if asked else f"#{late.number}"
     size = f", {_size(asked.bytes)}" if asked and asked.bytes else ""
@@ -122,7 +121,7 @@ def explain_late(
             f"of group {late.channel.group} ({ranks}{size}){place}, where {others} "
             f"{_have(late.waiting)} waited {since}"
         )
-    # Who was stopped in that phase does not wait: its line says what it does.
+    # A rank stopped in that phase is not waiting for input: its own line says what it does.
     if snapshots[late.missing[0]].phase == INPUT and not standings[late.missing[0]].stopped:
         words += "\n  it still waits for its input"
     elsewhere = [one for one in every if late.missing[0] in one.waiting]
@@ -145,7 +144,7 @@ def explain_difference(
     snapshots: Sequence[Snapshot],
     standings: Mapping[int, Standing],
 ) -> StallVerdict:
-    """For ranks that met in one collective with different intentions."""
+    """Explain ranks that entered the same collective with different arguments."""
     odd = _odd(channel, difference)
     words = f"ranks disagree in group {channel.group}: {_parting(channel, difference)}"
     return _verdict(odd, words, snapshots, standings, {"missing": [odd]})
@@ -154,7 +153,7 @@ def explain_difference(
 def explain_silence(
     seconds: float, snapshots: Sequence[Snapshot], standings: Mapping[int, Standing]
 ) -> StallVerdict:
-    """For ranks that make no progress although none is missing: perhaps one was stopped inside a collective."""
+    """Explain ranks that make no progress although none is missing: one may be stopped inside a collective."""
     stopped = [rank for rank, standing in standings.items() if standing.stopped]
     busy = [rank for rank, standing in standings.items() if not standing.waits]
     first = next(iter([*stopped, *busy]), 0)
@@ -177,7 +176,7 @@ def _verdict(
     rest: dict[str, Any],
 ) -> StallVerdict:
     at: dict[str, list[int]] = {}
-    # The rank that it is about comes first.
+    # The rank in question comes first.
     for number, standing in sorted(standings.items(), key=lambda pair: (pair[0] != rank, pair[0])):
         at.setdefault(str(standing), []).append(number)
     lines = [f"  {name_ranks(ranks)}: {where}" for where, ranks in at.items()]
@@ -188,7 +187,7 @@ def _verdict(
 
 
 def _entered(late: Late, snapshots: Sequence[Snapshot]) -> FlightEntry | None:
-    """What those who wait have entered; None where it is so long ago that their recorders have forgotten it."""
+    """What the waiting ranks have entered; None if it has dropped out of their flight recorders."""
     for rank in late.waiting:
         for entry in snapshots[rank].entries:
             if (entry.channel, entry.number) == (late.channel, late.number):
@@ -219,7 +218,7 @@ def _parting(channel: Channel, difference: list[FlightEntry]) -> str:
 
 
 def _odd(channel: Channel, difference: list[FlightEntry]) -> int:
-    """A rank of the smallest party; of equally small ones, not that of the lowest rank."""
+    """A rank of the smallest group; of equally small groups, not the one with the lowest rank."""
     parties: dict[tuple[str, int], list[int]] = {}
     for rank, entry in zip(channel.ranks, difference, strict=True):
         parties.setdefault(_kind(entry), []).append(rank)

@@ -1,10 +1,10 @@
 """Stragglers: ranks that are slower than their peers step after step.
 
-All ranks' steps take equally long, since they wait for each other. What differs is how much of a step a rank does not
-wait. From time to time the ranks compare their usual such time; one far above its peers is named.
+All ranks' steps take equally long, because they wait for each other. What differs is how much of a step a rank does not
+wait. From time to time the ranks compare their typical busy time, and one far above its peers is named.
 
-On a GPU the host does not wait for collectives, the device does. What is compared there is the time of the hosts alone:
-input, Python, a machine that is busy with something else. A slow device is not seen.
+On a GPU the host does not wait for collectives, the device does. So only the hosts' time is compared there: input,
+Python, a machine busy with something else. A slow device goes unnoticed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shoal.facts.layout.ranks import coordinates
 from shoal.observe.waits import Waits, timed_waits
 from shoal.parallel.mesh import Mesh
 
-# Steps over which a rank's usual time is taken, and between which ranks compare theirs.
+# Steps over which a rank's typical time is taken, and between two comparisons.
 WINDOW = 20
-# Comparisons in a row in which a rank has to be slow: on a shared machine any rank is slow now and then.
+# A rank must be slow in this many consecutive comparisons: on a shared machine any rank is slow now and then.
 IN_A_ROW = 3
-# Of a step: shorter differences are the noise of clocks and schedulers.
+# Of a step: smaller differences are noise of clocks and schedulers.
 LEAST_SECONDS = 0.001
 # A rank that stays slow is named again after this.
 AGAIN_SECONDS = 3600.0
 
 
 class Stragglers:
-    """One rank's part. To be used as a context around the loop; ``begin`` and ``end`` enclose each step."""
+    """One rank's part. Use it as a context around the loop; ``begin`` and ``end`` enclose each step."""
 
     def __init__(self, mesh: Mesh, factor: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``factor``: how many times as long as its peers a rank takes that is named; 0: none is."""
+        """``factor``: a rank this many times slower than its peers is named; 0 disables it."""
         self.mesh, self.factor, self.clock = mesh, factor, clock
-        # Stages of a pipeline have different work by design.
+        # Pipeline stages have different work by design.
         self.peers = [coordinates(rank, mesh.layout)["pp"] for rank in range(mesh.world)]
         self.waits = Waits()
         self._busy: deque[float] = deque(maxlen=WINDOW)
@@ -56,15 +56,15 @@ class Stragglers:
         self._patches.close()
 
     def begin(self) -> None:
-        """To be called when the step before, its evaluation and its commit are over."""
+        """Call when the previous step, its evaluation and its commit are over."""
         self._started, self._waited = self.clock(), self.waits.seconds
 
     def end(self) -> None:
-        """To be called when a step's work is done."""
+        """Call when a step's work is done."""
         self._busy.append(self.clock() - self._started - (self.waits.seconds - self._waited))
 
     def compare(self, step: int) -> dict[str, Any] | None:
-        """To be called after each step, on every rank; on the first, a row of faults.jsonl where there is news."""
+        """Call after each step, on every rank; returns on the first rank a row of faults.jsonl if there is news."""
         if not self.factor or self.mesh.world == 1 or step % WINDOW or len(self._busy) < WINDOW:
             return None
         busy = self.mesh.hosts.all_gather_values(torch.tensor([median(self._busy)], dtype=torch.float64))
@@ -93,9 +93,9 @@ class Stragglers:
 
 
 def slower(busy: Sequence[float], peers: Sequence[Hashable], factor: float) -> dict[int, float]:
-    """The ranks that take ``factor`` times as long as is usual among ranks with the same of ``peers``, and that time.
+    """Ranks that take ``factor`` times the typical time of ranks with the same value in ``peers``, and their time.
 
-    The worst comes first. Of two peers the faster one is the measure of the other.
+    The slowest comes first. Of two peers the faster one sets the measure.
     """
     groups: dict[Hashable, list[int]] = {}
     for rank, peer in enumerate(peers):

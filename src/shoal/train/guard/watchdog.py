@@ -1,4 +1,4 @@
-"""The launcher's watchdog: reads the ranks' flight recorders and names the one that stalls."""
+"""The launcher's watchdog: reads the ranks' flight recorders and names the rank that stalls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from shoal.train.guard.watched_ranks import WatchedRanks
 
 Explain = Callable[[Sequence[Snapshot], Mapping[int, Standing]], StallVerdict | None]
 
-# Outside of these, what a rank does may take long.
+# Phases with a time limit; others may take long.
 WATCHED = (STEP, INPUT)
 
 LOOK_SECONDS = 0.25
-# Between two looks no more than this is counted: we may have been suspended, and the ranks with us.
+# The most time counted between two polls: we may have been suspended, and the ranks with us.
 MOST_AT_ONCE = 1.0
-# Of torch's own timeout, after which a waiting rank gives up: we have to speak before.
+# Fraction of torch's own timeout, after which waiting ranks abort: report before that.
 BEFORE_TIMEOUT = 0.9
-# A step may take so many times the longest one before it.
+# A step may take this many times as long as the longest one before it.
 MUCH_LONGER = 10
-# And a rank may keep others waiting for so many times the longest wait that ended well: some work is unevenly shared.
+# And a rank may keep others waiting this many times as long as the longest wait that ended well: some work is uneven.
 LONGER = 2
-# What it takes longer to hear of ranks on other nodes, and from them.
+# Seconds that messages to and from ranks on other nodes take longer.
 TO_ASK_OTHERS = 0.5
-# Of the limit, for listening to hearts: before a rank's peers give up we want to have said who it was.
+# Fraction of the limit spent listening for heartbeats: the culprit should be named before its peers abort.
 OF_THE_LIMIT = 0.5
 
 
@@ -43,14 +43,14 @@ class Limits:
 
     @classmethod
     def of(cls, stall: float, timeout: float, nodes: int = 1) -> Limits:
-        """A waiting rank gives up after ``timeout``, and then it is too late to ask who was missing."""
+        """Waiting ranks abort after ``timeout``, and then it is too late to ask which rank was missing."""
         asking = TO_ASK_OTHERS if nodes > 1 else 0.0
         step = max(1.0, min(stall, timeout / 2 - asking))
         return cls(step, max(step, timeout * BEFORE_TIMEOUT - 3 * asking))
 
 
 class Watchdog:
-    """Watches the ranks of one attempt. To be polled often; most polls do nothing."""
+    """Watches the ranks of one attempt. Poll it often; most polls do nothing."""
 
     def __init__(self, ranks: WatchedRanks, limits: Limits) -> None:
         self.ranks, self.limits = ranks, limits
@@ -62,11 +62,11 @@ class Watchdog:
         self._waited: dict[tuple[Channel, int], float] = {}
         self._looks = Looks()
         self._quiet = self._in_step = self._longest = 0.0
-        # The longest wait that ended well in the first step, which may compile, and after it.
+        # The longest wait that ended well, in the first step, which may compile, and in later ones.
         self._first_wait = self._wait = 0.0
 
     def poll(self) -> StallVerdict | None:
-        """A verdict where the ranks have stalled; at most one for the same processes."""
+        """A verdict if the ranks have stalled; at most one for the same processes."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return None
@@ -85,25 +85,25 @@ class Watchdog:
             return None
         found = self.ranks.evidence(last, self.limits.step * OF_THE_LIMIT)
         if len(found) < len(last) and self.ranks.look() is None:
-            # Some rank has given up meanwhile, and not all were heard: who kept it waiting may be among the others.
+            # A rank has aborted meanwhile, and not all were heard: the culprit may be among the others.
             return None
         verdict = explain(last, {rank: found.get(rank, Standing()) for rank in range(len(last))})
         if verdict is not None:
             self._judged = [one.pid for one in last]
         return verdict
 
-    # Whether.
+    # Detection.
 
     def _ended_well(self) -> None:
-        """Whatever was waited for has come: of many ranks it is not seen in which phase that was, so any will do."""
+        """A wait has ended well. With many ranks the phase it happened in is unknown, so it counts for any."""
         self._wait = max([self._wait, *self._waited.values()])
         self._waited, self._looks, self._quiet = {}, Looks(), 0.0
 
     def _count(self, passed: float, snapshots: list[Snapshot]) -> None:
-        """Count for how long each late collective is late, and for how long nothing has happened at all.
+        """Count how long each late collective has been late, and how long nothing has happened at all.
 
-        Time in which the ranks that are waited for were ready to run, and others had the processors, does not count:
-        on a busy machine they come late, and they come.
+        Time in which the missing ranks were ready to run but others had the processors does not count: on a busy
+        machine they arrive late, but they arrive.
         """
         looks, phases = self._looks, self._looks.phases
         step = looks.snapshots[0].step if looks.snapshots else snapshots[0].step
@@ -122,7 +122,7 @@ class Watchdog:
         self._quiet = 0.0 if looks.moved else self._quiet + quiet
         self._in_step += passed
         if snapshots[0].step != step:
-            # Once a second step has passed, it is not needed to know what the first one was like.
+            # After a second step, the first one's waits no longer matter.
             self._first_wait = 0.0 if self._longest else self._first_wait
             self._longest, self._in_step = max(self._longest, self._in_step), 0.0
 
@@ -131,7 +131,7 @@ class Watchdog:
         if any(seconds >= self._limit(channel, snapshots) for (channel, _), seconds in self._waited.items()):
             return partial(_explain_late, self._waited)
         phases = self._looks.phases
-        # Without input no rank is to blame: a file system that does not answer is no better in a new process.
+        # When all wait for input no rank is to blame: a file system that hangs would not be better in a new process.
         if phases == {STEP} and self._quiet >= max(self.limits.patient, MUCH_LONGER * self._longest):
             return partial(stalls.explain_silence, self._quiet)
         if phases <= set(WATCHED) and self._quiet >= self.limits.step:
@@ -154,7 +154,7 @@ class Watchdog:
 def _explain_late(
     waited: dict[tuple[Channel, int], float], snapshots: Sequence[Snapshot], standings: Mapping[int, Standing]
 ) -> StallVerdict | None:
-    """None where the last one has come at the last moment."""
+    """None if the last rank arrived at the last moment."""
 
     def seconds(late: Late) -> float:
         return waited.get((late.channel, late.number), 0.0)
@@ -165,6 +165,6 @@ def _explain_late(
     longest = max(map(seconds, late))
     cause = stalls.root(late, standings)
     if any(one.stopped for one in standings.values()) and not standings[cause.missing[0]].stopped:
-        # It has entered all that the others have, and was stopped inside.
+        # It has entered everything the others have, and was stopped inside.
         return stalls.explain_silence(longest, snapshots, standings)
     return stalls.explain_late(cause, late, longest, snapshots, standings)

@@ -1,6 +1,6 @@
 """The ranks that a watchdog watches: their flight recorders and, after a stall, their stacks.
 
-It needs no help from a rank, and none of its locks: a rank may be stuck in C code, or not be running at all.
+Needs no cooperation from a rank and none of its locks: a rank may be stuck in C code, or not be running at all.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shoal.train.guard.processes import is_gone, is_stopped, send, starved, stat
 from shoal.train.guard.stacks import Standing, ask_for_stacks, main_thread, shown
 from shoal.train.run_directory import RunDirectory
 
-# How long we wait for the stacks of ranks.
+# How long to wait for the ranks' stacks.
 DUMP_SECONDS = 3.0
 SETTLE_SECONDS = 0.1
-# A rank whose heart does not beat for so long, and that was not stopped, holds Python's lock.
+# A rank without a heartbeat for this long, and not stopped by a signal, holds the GIL.
 HEARTBEAT_SECONDS = 2.0
 LISTEN_SECONDS = 0.05
-# Collectives that are listed with a rank's stacks.
+# Collectives listed with a rank's stacks.
 LISTED = 40
 
 
@@ -34,38 +34,42 @@ class WatchedRanks(Protocol):
     """All ranks of an attempt, wherever they run."""
 
     def progressing(self) -> bool:
-        """Whether all are known to make progress, so that there is nothing to look at."""
+        """Whether all are known to make progress, so that there is no need to look."""
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
-        """What their recorders show; None while some process has not begun, or has ended. ``entries`` take longer."""
+        """What their flight recorders show; None while a process has not started or has ended. ``entries`` take
+        longer.
+        """
 
     def any_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped one of them."""
 
     def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
-        """Have ranks write down their stacks: where those stand that did. ``patience``: seconds to listen."""
+        """Have ranks dump their stacks; returns where they stand, for those that did. ``patience``: seconds to
+        listen.
+        """
 
 
 class LocalRanks:
-    """Those of this machine."""
+    """The ranks of this machine."""
 
     def __init__(
         self, run: RunDirectory, ranks: Iterable[int], processes: Callable[[], Mapping[int, int]]
     ) -> None:
-        """``processes``: the process of each rank that is running now."""
+        """``processes``: the current process of each rank."""
         self.run = run
         self.readers = {rank: FlightReader(run.flight(rank)) for rank in ranks}
         self.processes = processes
 
     def progressing(self) -> bool:
-        """Not without a look, and a look is all it takes."""
+        """Always False: looking is cheap, so look."""
         return False
 
     def any_stopped(self) -> bool:
         return any(map(is_stopped, self.processes().values()))
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
-        """None where a rank has no record yet, or one that is not of the process that runs now: it means nothing."""
+        """None if a rank has no record yet, or one from an earlier process, which means nothing."""
         processes = self.processes()
         seen = {rank: reader.look(entries) for rank, reader in self.readers.items()}
         found = {rank: one for rank, one in seen.items() if one is not None}
@@ -79,7 +83,7 @@ class LocalRanks:
         return dump_stacks(self.run, seen, self._locked(seen, patience))
 
     def _locked(self, seen: Mapping[int, Snapshot], patience: float) -> set[int]:
-        """The ranks whose heartbeat has stopped although no signal stopped them."""
+        """Ranks whose heartbeat has stopped although no signal stopped them."""
         silent = {rank for rank, one in seen.items() if one.beats and not is_stopped(one.pid)}
         deadline = time.monotonic() + min(HEARTBEAT_SECONDS, patience)
         while silent and time.monotonic() < deadline:
@@ -92,13 +96,15 @@ class LocalRanks:
 
 
 def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int]) -> dict[int, Standing]:
-    """Have these ranks write down their stacks, and keep them in the run's directory; where each of them stands."""
+    """Have these ranks dump their stacks, and keep the dumps in the run's directory; returns where each of them
+    stands.
+    """
     stopped = {rank for rank, one in seen.items() if is_stopped(one.pid)}
     # Before any rank is interrupted.
     states = {rank: state(one.pid) for rank, one in seen.items()}
     running = seen.keys() - stopped
     heard = [rank for rank in running if nccl.ask(run.flights, rank)]
-    # A process that was stopped writes when it goes on. It goes on last, and not for long: others have been asked.
+    # A stopped process writes when it is continued. It is continued last and briefly, after the others were asked.
     for ranks in (running, stopped):
         for rank in ranks:
             ask_for_stacks(seen[rank].pid)
@@ -115,7 +121,7 @@ def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int
         standings[rank] = Standing(frames, rank in stopped, rank in locked, states[rank], device)
         on_device = [f"not finished on the device: {one}" for one in unfinished[:LISTED]]
         text = "\n".join([_record(rank, snapshot), *on_device, dump or "it wrote no stacks"])
-        # Without a place for the evidence there is still a verdict.
+        # Even without a place for the evidence there is a verdict.
         with contextlib.suppress(OSError):
             run.stacks.mkdir(mode=0o700, exist_ok=True)
             (run.stacks / f"rank-{rank:05d}.txt").write_text(redact(text), encoding="utf-8")
@@ -123,7 +129,7 @@ def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int
 
 
 def _unfinished(run: RunDirectory, rank: int, snapshot: Snapshot) -> list[str]:
-    """What a rank's device was asked for and has not done, the oldest first."""
+    """Work a rank's device was given and has not finished, oldest first."""
     names = {channel.id: channel.group for channel in snapshot.counts}
     return [
         f"{one.op} #{one.number} of group {names.get(one.group, one.group)} (by torch's count)"
@@ -132,7 +138,7 @@ def _unfinished(run: RunDirectory, rank: int, snapshot: Snapshot) -> list[str]:
 
 
 def _wait_for(dumps: Mapping[int, Path]) -> None:
-    """Until these processes' files all have content that no longer grows, but for those of processes that are gone."""
+    """Wait until these processes' files have content that no longer grows, except for processes that are gone."""
     deadline = time.monotonic() + DUMP_SECONDS
     before: list[int] = []
     while time.monotonic() < deadline:
@@ -152,7 +158,7 @@ def _read(dump: Path) -> str:
 
 
 def _record(rank: int, snapshot: Snapshot) -> str:
-    """What the flight recorder of a rank holds, the last entry first."""
+    """The content of a rank's flight recorder, latest entry first."""
     now = time.monotonic()
     lines = [f"rank {rank}, process {snapshot.pid}, {snapshot.phase} {snapshot.step}", ""]
     for entry in reversed(snapshot.entries[-LISTED:]):

@@ -1,6 +1,6 @@
 """Shoal's byte tokenizer as a ``tokenizer.json`` that ``transformers`` reads: the same ids for every text.
 
-That is a byte-level BPE without merges, whose vocabulary is the 256 bytes under the letters that GPT-2 gave them.
+It is a byte-level BPE without merges, whose vocabulary is the 256 bytes under GPT-2's letters for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BYTES = 256
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that stands for each byte: itself where it is printable, else the next one from 256 on."""
+    """The printable letter that stands for each byte: itself if it is printable, else the next one from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in plain else next(spare)) for byte in range(BYTES)]

@@ -1,7 +1,7 @@
 """Export a checkpoint to a Hugging Face model directory, tensor by tensor: no process ever holds the model.
 
-A checkpoint has Hugging Face's names and shapes already, whichever layout wrote it. What is left is to read each tensor
-in parts, every byte checked, to convert it, and to write it out.
+A checkpoint already has Hugging Face's names and shapes, whichever layout wrote it. What remains is to read each tensor
+in parts, verify every byte, convert it, and write it out.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from shoal.train.huggingface.weights_file import (
     write_weights_file,
 )
 
-# How each dtype is called on the command line.
+# Names of dtypes on the command line.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# How a safetensors header calls them. Beyond floats, what buffers count and mark with.
+# Their names in a safetensors header, including those of buffers that count or mask.
 HEADERS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -58,7 +58,7 @@ HEADERS = {
 }
 # Elements in memory at a time; a checkpoint's pieces have up to an eighth of that.
 AT_ONCE = 1 << 26
-# Gives a tensor some rows at a time.
+# Yields a tensor a few rows at a time.
 TensorSource = Callable[[TensorEntry], Iterator[Tensor]]
 
 
@@ -82,10 +82,10 @@ def export(
     file_bytes: int = FILE_BYTES,
     average: bool = False,
 ) -> ExportedModel:
-    """All or nothing.
+    """Export the model; all or nothing.
 
-    ``dtype``: one of ``DTYPES``; None: as the checkpoint has them. No file gets larger than ``file_bytes``, but for one
-    that holds a single tensor. ``average``: of the weights, which ``recipe.ema`` keeps, in their place.
+    ``dtype``: one of ``DTYPES``; None: as in the checkpoint. No file exceeds ``file_bytes``, except one that holds a
+    single tensor. ``average``: export the averaged weights that ``recipe.ema`` keeps.
     """
     checkpoint, state = _opened(found, into, average)
     model = checkpoint.manifest.parsed_model
@@ -109,7 +109,7 @@ def export(
 
 
 def _opened(found: ListedCheckpoint, into: Path, average: bool) -> tuple[Checkpoint, str]:
-    """A checkpoint that can be exported, and which of its states has the weights."""
+    """An exportable checkpoint, and the name of the state to export as weights."""
     check_free(into)
     checkpoint = Checkpoint(found.place, found.step)
     check_agrees(checkpoint.manifest, found.name, found.of_run)
@@ -130,7 +130,7 @@ def check_free(into: Path) -> None:
 
 @contextmanager
 def written_aside(into: Path) -> Iterator[Path]:
-    """A directory to write to, under another name; renamed when it is whole and on disk."""
+    """A directory to write to, under a temporary name; renamed when it is complete and on disk."""
     aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
@@ -147,12 +147,12 @@ def written_aside(into: Path) -> Iterator[Path]:
 
 
 def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
-    """A router's correction chooses experts by small differences: it stays in fp32, as it is published."""
+    """A router's bias correction selects experts by small differences: it stays in fp32, as published."""
     return torch.float32 if name.endswith(CORRECTION) and target.itemsize < 4 else target
 
 
 def _contents(source: TensorSource, tensors: list[TensorEntry], target: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of these tensors in their order, some rows at a time."""
+    """The bytes of these tensors in order, a few rows at a time."""
     for one in tensors:
         dtype = _dtype_of(one.name, target)
         for part in source(one):
@@ -165,7 +165,7 @@ def _contents(source: TensorSource, tensors: list[TensorEntry], target: torch.dt
 def export_adapters(
     found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, average: bool = False
 ) -> ExportedModel:
-    """The adapters alone, as PEFT has them; all or nothing."""
+    """Export only the adapters, in PEFT's format; all or nothing."""
     checkpoint, state = _opened(found, into, average)
     model = checkpoint.manifest.parsed_model
     if model.adapters is None:
@@ -178,7 +178,7 @@ def export_adapters(
 
 
 def _merged_parts(model: Model, fill: Fill, one: TensorEntry) -> Iterator[Tensor]:
-    """Of a checkpoint of adapters: what they stand beside with their products added, some rows at a time."""
+    """For a checkpoint of adapters: the base weights with the adapters' products added, a few rows at a time."""
     boxes = views_by_tensor(model)[one.name]
     for start, shape in _row_ranges(one):
         part = torch.empty(shape, dtype=torch.float32)
@@ -212,7 +212,7 @@ def _parts(checkpoint: Checkpoint, state: str, one: TensorEntry) -> Iterator[Ten
 
 
 def _row_ranges(one: TensorEntry) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Where each of a tensor's parts begins, and its shape."""
+    """The offset and shape of each of a tensor's parts."""
     rows, width = one.shape[0], math.prod(one.shape[1:])
     step = max(AT_ONCE // width, 1)
     for start in range(0, rows, step):

@@ -1,6 +1,6 @@
 """Import a Hugging Face model directory as a checkpoint, tensor by tensor: no process ever holds the model.
 
-Names and shapes are the same on both sides. What a checkpoint adds is a hash of every byte.
+Names and shapes are the same on both sides. A checkpoint adds a hash of every byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.huggingface.export import check_free
 from shoal.train.run_directory import WEIGHTS
 
-# Elements of a piece, which is read, hashed and written at a time.
+# Elements of a piece, the unit of reading, hashing and writing.
 AT_ONCE = 1 << 23
 # Nothing was trained yet.
 STEP = 0
@@ -42,7 +42,7 @@ class ImportedModel:
 
 
 def import_weights(origin: str, into: Path) -> ImportedModel:
-    """All or nothing. ``origin``: a model directory, or a name of the Hub."""
+    """Import the model; all or nothing. ``origin``: a model directory, or a name on the Hub."""
     check_free(into)
     path = hub.fetch(origin, hub.WEIGHTS) if hub.is_hub_name(origin) else Path(origin).expanduser().absolute()
     if not (path / "config.json").is_file():
@@ -78,7 +78,7 @@ def import_weights(origin: str, into: Path) -> ImportedModel:
 
 
 def _contents(files: WeightFiles, model: Model, pieces: list[StoredPiece]) -> Iterator[memoryview]:
-    """The bytes of all tensors, some rows at a time; what each part is goes into ``pieces``."""
+    """The bytes of all tensors, a few rows at a time; a description of each part is appended to ``pieces``."""
     position = 0
     for one in parameters(model):
         rows = max(AT_ONCE // math.prod(one.shape[1:]), 1)
@@ -106,7 +106,7 @@ def _contents(files: WeightFiles, model: Model, pieces: list[StoredPiece]) -> It
 
 
 def _tokenizer(path: Path) -> dict[str, str]:
-    """What an export of the checkpoint has to find again: the tokenizer, and the token that ends a text."""
+    """What a later export of the checkpoint needs: the tokenizer, and the token that ends a text."""
     if not (path / TOKENIZER).is_file():
         return {}
     found = {"data.tokenizer": str(path)}

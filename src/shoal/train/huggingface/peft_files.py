@@ -1,11 +1,11 @@
-"""PEFT's adapter files, in and out: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read and write PEFT's adapter files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-PEFT's names are those of the model's own modules behind ``base_model.model.``; so are a checkpoint's adapters, for
-families whose projections are modules of their own. Where a family fuses projections, PEFT has one adapter beside all
-of them and Shoal one beside each: such adapters are not exchanged, but merged weights are.
+PEFT's names are those of the model's own modules after ``base_model.model.``. A checkpoint's adapters have the same
+names, for families whose projections are separate modules. If a family fuses projections, PEFT has one adapter for all
+of them and Shoal one for each: such adapters are not exchanged, but merged weights are.
 
-In a model with experts PEFT takes the names of an MLP's projections for those of routed experts, which ``transformers``
-stacks. Beside those of dense layers and of shared experts it has adapters too, under ``target_parameters``.
+In an MoE model, PEFT interprets the names of MLP projections as the routed experts', which ``transformers`` stacks.
+Adapters of dense layers and shared experts are then listed under ``target_parameters``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shoal.train.checkpoint.read import Checkpoint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Families whose projections are modules of their own, under the names that adapters have here.
+# Families whose projections are separate modules, under the names that adapters have here.
 SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
-# Targets that PEFT takes for routed experts'.
+# Targets that PEFT interprets as the routed experts'.
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 FLOATS = ("F64", "F32", "BF16", "F16")
-# What else PEFT may have done, by the value that says it did not.
+# Other PEFT options, with the value that means they are unused.
 UNKNOWN: dict[str, Any] = {
     "use_rslora": False,
     "bias": "none",
@@ -62,16 +62,16 @@ def check_exchanged(model: Model) -> None:
 
 
 def _as_parameters(model: Model) -> list[str]:
-    """Targets that PEFT finds by their weights' names alone."""
+    """Targets that PEFT finds only by the names of their weights."""
     assert model.adapters is not None
     return [one for one in model.adapters.targets if model.experts is not None and one in OF_EXPERTS]
 
 
 class PeftFiles:
-    """An adapter's tensors. Made once a process: all is checked here."""
+    """An adapter's tensors. Created once per process; everything is checked here."""
 
     def __init__(self, directory: Path, model: Model) -> None:
-        """``model``: with the adapters that are to be trained."""
+        """``model``: with the adapters that will be trained."""
         check_exchanged(model)
         assert model.adapters is not None
         self.path = directory / WEIGHTS
@@ -131,7 +131,7 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
             | {str(one).removesuffix(".weight") for one in named}
         )
     else:
-        theirs = sorted(adapters.targets)  # a pattern: the tensors say what it matched
+        theirs = sorted(adapters.targets)  # a pattern: the tensors show what it matched
     for key, here, there in (
         ("kind", adapters.kind, "dora" if said.get("use_dora") else "lora"),
         ("rank", adapters.rank, said.get("r")),
@@ -152,7 +152,7 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
 def write_peft(
     into: Path, checkpoint: Checkpoint, model: Model, base: str | None, dtype: torch.dtype | None, state: str
 ) -> list[Tensor]:
-    """A checkpoint's adapters as a directory that PEFT loads, whole or not at all; the tensors that were written."""
+    """Write a checkpoint's adapters as a directory that PEFT loads, all or nothing; returns the written tensors."""
     check_exchanged(model)
     assert model.adapters is not None
     tensors = {
@@ -166,7 +166,7 @@ def write_peft(
         "base_model_name_or_path": base,
         "r": model.adapters.rank,
         "lora_alpha": model.adapters.alpha,
-        # PEFT drops nothing of what adapters that it finds by their weights read, and refuses to be told so.
+        # PEFT supports no dropout for adapters found by their weights' names, and rejects a non-zero value.
         "lora_dropout": 0.0 if by_weight else model.adapters.dropout,
         "target_modules": [one for one in model.adapters.targets if one not in by_weight],
         "target_parameters": [f"{one}.weight" for one in by_weight] or None,

@@ -1,7 +1,7 @@
-"""What a model directory has beside its weights: config, generation config, tokenizer and template. Needs no torch.
+"""A model directory's files beside its weights: config, generation config, tokenizer and template. Needs no torch.
 
-The shape is the checkpoint's own. Tokenizer and template are the run's; what neither says (the token that begins a
-text, sampling defaults) comes from the model directory that the run began with, where there was one.
+The model's shape is the checkpoint's, and tokenizer and template are the run's. What neither says (the token that
+begins a text, sampling defaults) comes from the model directory that the run started from, if there was one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.huggingface import byte_tokenizer
 from shoal.train.huggingface.turn_ends import turn_ends
 
-# What belongs to a tokenizer, whichever of these there are.
+# Files of a tokenizer; any of them may be missing.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,15 +42,15 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Origin:
     """Where a run got what is not in its checkpoints."""
 
-    tokenizer: str  # as data.tokenizer has it
+    tokenizer: str  # as in data.tokenizer
     end_token: str | None
-    template: Path | None  # a chat template of the run's own
-    models: tuple[Path, ...]  # model directories that it began with, the first that has a file decides
-    conversations: bool = False  # it learned answers, as its template ends them
+    template: Path | None  # the run's own chat template
+    models: tuple[Path, ...]  # model directories it started from; the first that has a file decides
+    conversations: bool = False  # it was trained on answers, ended as its template does
 
 
 def origin_of(manifest: Manifest, run: Path | None) -> Origin:
-    """As the run's config says; of a checkpoint without a run, as its own manifest does."""
+    """From the run's config or, for a checkpoint without a run, from its own manifest."""
     settings: dict[str, Any] = {}
     if run is not None and (run / "config.toml").is_file():
         try:
@@ -85,14 +85,14 @@ def _conversations(data: object) -> bool:
 
 
 def more_ends(origin: Origin, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end what the run learned to write: a document, and an answer."""
+    """The tokens that end what the run was trained to write: a document, and an answer."""
     if not origin.conversations:
         return [tokenizer.end]
     return [tokenizer.end, *turn_ends(origin.template, tokenizer, origin.end_token)]
 
 
 def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> None:
-    """All files but the weights. Bad input raises before any of them is written."""
+    """Write all files except the weights. Bad input raises before any of them is written."""
     config = write_config(model)
     tokenizer = open_tokenizer(origin.tokenizer, origin.end_token)
     if tokenizer.vocab > model.vocab:
@@ -102,9 +102,9 @@ def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> No
         )
     before = _first_json(origin, "config.json")
     ids = {key: before[key] for key in TOKEN_IDS if key in before}
-    # Said even where there is none: some families assume one beyond a small vocabulary.
+    # Written even if null: some families assume ids beyond a small vocabulary.
     ids = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": tokenizer.end} | ids
-    # ``dtype`` is what transformers 5 reads, ``torch_dtype`` what 4 does.
+    # transformers 5 reads ``dtype``, version 4 ``torch_dtype``.
     config |= {**ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
     generation = _first_json(origin, GENERATION) or {key: one for key, one in ids.items() if one is not None}
     _write_json(into / "config.json", config)
@@ -120,7 +120,7 @@ def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> No
 
 
 def _stopping(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
-    """Sampling as it was, which stops where the run's texts and answers end, too."""
+    """Keep the sampling settings, and also stop where the run's texts and answers end."""
     said = generation.get("eos_token_id")
     before = said if isinstance(said, list) else [] if said is None else [said]
     together = list(dict.fromkeys([*before, *ends]))
@@ -134,7 +134,7 @@ def _copy_tokenizer(into: Path, path: Path, origin: Origin, end: int) -> None:
     for name in TOKENIZER_FILES:
         source = folder / name
         if name == "tokenizer.json" and not path.is_dir():
-            source = path  # whatever it is called
+            source = path  # whatever its name
         if source.is_file():
             _copy(source, into / name)
     if not (into / "tokenizer_config.json").exists():

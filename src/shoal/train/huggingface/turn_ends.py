@@ -1,4 +1,4 @@
-"""The token that ends an answer, where a run's template says it: often not that of a base model."""
+"""The token that ends an answer, if a run's template defines it: often different from a base model's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ TALK = [{"role": "user", "content": "why"}, {"role": ANSWERS, "content": "so"}]
 
 
 def turn_ends(template: Path | None, tokenizer: Tokenizer, end_token: str | None) -> tuple[int, ...]:
-    """A model that learned to write this token has to stop at it. ``template``: None, the tokenizer's own."""
+    """The tokens at which a model trained with this template has to stop. ``template``: None uses the tokenizer's
+    own.
+    """
     if not isinstance(tokenizer, FileTokenizer):
         return ()
     try:
@@ -21,6 +23,6 @@ def turn_ends(template: Path | None, tokenizer: Tokenizer, end_token: str | None
             "auto" if template is None else str(template), tokenizer.path.parent, end_token
         ).render(TALK)
     except (BadInput, Unrendered):
-        return ()  # there is none, or it wants more of a conversation than this one has
+        return ()  # no template, or one that needs more of a conversation than this one has
     ends = [tokenizer.end_in(found.text[start:stop]) for start, stop in found.answers]
     return tuple(one for one in ends if one is not None)

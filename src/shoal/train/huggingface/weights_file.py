@@ -1,7 +1,7 @@
-"""Write a safetensors file part by part: its header first, then each tensor's bytes as they come. Needs no torch.
+"""Write a safetensors file part by part: the header first, then each tensor's bytes as they come. Needs no torch.
 
-The ``safetensors`` package writes a file from tensors that are all in memory. A model's are not, so what the format
-says is written here: eight bytes with the header's length, the header in JSON, the tensors without a gap.
+The ``safetensors`` package writes a file from tensors that are all in memory. A model's are not, so the format is
+written here: eight bytes with the header's length, the header in JSON, the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shoal.train.files import sync_directory
 
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-# Of buffers.
+# For buffers.
 ITEM_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-FILE_BYTES = 5 * 10**9  # that a file has at most, unless it is told otherwise
-ALIGNMENT = 8  # of the tensors: readers map them into memory
+FILE_BYTES = 5 * 10**9  # the default limit per file
+ALIGNMENT = 8  # of the tensors: readers memory-map them
 _WRITTEN_AT_ONCE = 1 << 26
 
 
@@ -37,7 +37,7 @@ class TensorEntry(NamedTuple):
 
 
 def cut_into_files(tensors: Iterable[TensorEntry], most: int) -> dict[str, list[TensorEntry]]:
-    """In their order, as many to a file as ``most`` bytes have room for, by the names that readers look for."""
+    """Distribute tensors over files in order, up to ``most`` bytes per file, under the names that readers look for."""
     files: list[list[TensorEntry]] = [[]]
     size = 0
     for one in tensors:
@@ -55,14 +55,14 @@ def cut_into_files(tensors: Iterable[TensorEntry], most: int) -> dict[str, list[
 
 
 def index_of(files: Mapping[str, list[TensorEntry]]) -> str:
-    """Which tensor is in which file."""
+    """The index: which tensor is in which file."""
     total = sum(one.bytes for held in files.values() for one in held)
     where = {one.name: file for file, held in files.items() for one in held}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
 
 
 def write_weights_file(path: Path, tensors: list[TensorEntry], contents: Iterable[memoryview]) -> None:
-    """``contents``: the bytes of all tensors in their order, in parts of any size. On disk when this returns."""
+    """``contents``: the bytes of all tensors in order, in parts of any size. On disk when this returns."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for one in tensors:

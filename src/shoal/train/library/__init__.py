@@ -1,1 +1,1 @@
-"""The library face: a training loop of the user's own, around any module, in any layout."""
+"""The library interface: the user's own training loop, around any module, in any layout."""

@@ -1,4 +1,4 @@
-"""What a run of the user's own loop takes: layouts and schedulers, refused before anything is placed."""
+"""Check what a run of the user's own loop supports (layouts, schedulers) before anything is placed."""
 
 from __future__ import annotations
 

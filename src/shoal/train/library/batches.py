@@ -1,7 +1,7 @@
-"""Batches of the user's data: which rows are this rank's, in an order that no layout changes.
+"""Batches of the user's data: which rows belong to this rank, in an order that no layout changes.
 
-A loader's ``batch_size`` is the step's batch over all ranks, as in the script on one process. Each rank reads its own
-rows of it. Which rows a step has is a function of the seed and the step: a resume begins in the middle of an epoch.
+A loader's ``batch_size`` is the step's batch over all ranks, as in a single-process script. Each rank reads only its
+own rows of it. A step's rows are a function of the seed and the step, so a resume can start in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN_ORDER = "pass the dataset and shuffle=True, or call run.step with batches of
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the data ranks this is; ``batch`` rows are a step's, of all of them."""
+    """Which of the data ranks this is; ``batch`` is the number of rows per step over all of them."""
 
     rank: int
     ranks: int
@@ -39,13 +39,13 @@ class Share:
     seed: int
 
     def places(self, batch: int) -> range:
-        """This rank's places in a step's batch of so many rows."""
+        """This rank's rows in a step's batch, as indices."""
         each = batch // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
 
 class StepLoader:
-    """One pass is an epoch: a batch a step, of which every rank gets its share."""
+    """One pass is an epoch: one batch per step, of which every rank gets its share."""
 
     def __init__(
         self, data: Any, share: Share, shuffle: bool, collate: Callable[[list[Any]], Any] | None
@@ -63,11 +63,11 @@ class StepLoader:
                 "a stream cannot be shuffled here", "shuffle it where it is made, the same on every rank"
             )
         self.epoch = 0  # of the next pass
-        self.done = 0  # steps that were taken before this process began
+        self.done = 0  # steps done before this process began
 
     @classmethod
     def of(cls, loader: DataLoader[Any], share: Share) -> StepLoader:
-        """The same data, collated and read by as many workers."""
+        """Wrap a DataLoader: same data, collation and number of workers."""
         sampler = loader.sampler
         plain = isinstance(sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)
         shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -87,7 +87,7 @@ class StepLoader:
         return found
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Steps per epoch."""
         if self.streamed:
             raise TypeError("a stream has no length")
         whole, rest = divmod(len(self.data), self.share.batch)
@@ -95,7 +95,7 @@ class StepLoader:
 
     @property
     def dropped(self) -> int:
-        """Rows at the end of an epoch that are left out: too few for all ranks to have equally many."""
+        """Rows dropped at the end of an epoch, because there are too few for all ranks to have equally many."""
         if self.streamed:
             return 0
         rest = len(self.data) % self.share.batch
@@ -125,7 +125,7 @@ class StepLoader:
         ]
 
     def _stream(self) -> Iterator[Any]:
-        """Every rank reads all of it, and keeps its own rows; what was used before is read again."""
+        """Every rank reads the whole stream and keeps its own rows; rows used before a resume are read again."""
         rows = iter(self.data)
         places, skipped = self.share.places(self.share.batch), self.done
         while len(here := list(islice(rows, self.share.batch))) == self.share.batch:
@@ -137,7 +137,7 @@ class StepLoader:
 
 
 def collate_rows(rows: list[Any]) -> Any:
-    """As torch collates, but that a row's list of numbers, as ``datasets`` has them, is a tensor."""
+    """Collate as torch does, except that a row's list of numbers, as in ``datasets``, becomes a tensor."""
     return default_collate([_as_tensors(row) for row in rows])
 
 
@@ -149,7 +149,7 @@ def _as_tensors(row: Any) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """Of a collated batch: the length of its tensors."""
+    """The number of rows in a collated batch: the length of its tensors."""
     found = next((one for one in _leaves(batch) if isinstance(one, Tensor) and one.dim()), None)
     if found is None:
         raise BadInput(
@@ -159,7 +159,7 @@ def rows_of(batch: Any) -> int:
 
 
 def micro_batches(batch: Any, micro: int | None) -> list[Any]:
-    """A batch in parts of ``micro`` rows; all of it where that is None."""
+    """Split a batch into parts of ``micro`` rows; None: no split."""
     rows = rows_of(batch)
     if micro is None or micro >= rows:
         return [batch]

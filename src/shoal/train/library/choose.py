@@ -1,4 +1,4 @@
-"""``layout="auto"`` of a module that Shoal did not build: replicas where they fit, else shards."""
+"""``layout="auto"`` for a module that Shoal did not build: replicas if they fit, otherwise shards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import nn
 
 from shoal.facts.layout import Layout
 
-# Of what a parameter takes: itself, its gradient and two states of AdamW.
+# Tensors of a parameter's size: itself, its gradient and two states of AdamW.
 COPIES = 4
-# What of a device's memory these may fill; the rest is for activations.
+# The fraction of device memory these may fill; the rest is for activations.
 SHARE = 0.5
 
 
 def choose_layout(model: nn.Module, world: int, device: torch.device) -> Layout:
-    """``dp`` needs less communication; ``fsdp`` less memory."""
+    """``dp`` communicates less; ``fsdp`` needs less memory."""
     if world == 1:
         return Layout()
     wanted = COPIES * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

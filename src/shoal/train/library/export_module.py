@@ -1,6 +1,6 @@
-"""Export a module of the user's own from a checkpoint: its weights as safetensors, and what `transformers` loads it by.
+"""Export a user's own module from a checkpoint: its weights as safetensors, plus what `transformers` needs to load it.
 
-A checkpoint has the module's own names, as its state dict has. Tensor by tensor, so that no process holds the model.
+A checkpoint has the module's own names, as in its state dict. Works tensor by tensor, so no process holds the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.train.huggingface.weights_file import (
 def export_module(
     checkpoint: Checkpoint, module: Any, into: Path, tokenizer: Any, dtype: torch.dtype | None, cached: bool
 ) -> None:
-    """On one rank; all or nothing. ``cached``: whether the model used its cache of keys before it was trained.
+    """Export on one rank; all or nothing. ``cached``: whether the model used its KV cache before training.
 
-    ``dtype``: of floating-point tensors; None: as they are. ``tokenizer``: whatever has ``save_pretrained``.
+    ``dtype``: of floating-point tensors; None: unchanged. ``tokenizer``: any object with ``save_pretrained``.
     """
     check_free(into)
 
@@ -54,7 +54,7 @@ def export_module(
             buffers = {name for name, _ in module.named_buffers()}
             kept = [one.name for one in entries if one.name in trained | buffers]
             held = {name: checkpoint.tensor("weight", name).to(written(name)) for name in kept}
-            # The base model is where it came from: its names here are PEFT's, which nothing else reads.
+            # The base model stays where it came from: its names here are PEFT's, which nothing else reads.
             module.save_pretrained(aside, state_dict=held)
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
@@ -76,7 +76,7 @@ def export_module(
 
 
 def class_name(module: Any) -> str:
-    """FSDP makes a class of its own of a module's."""
+    """The module's original class: FSDP replaces it with a subclass."""
     return type(module).__name__.removeprefix("FSDP")
 
 

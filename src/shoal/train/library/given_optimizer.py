@@ -1,6 +1,6 @@
-"""An optimizer that the script made: it now updates the pieces of its parameters that are here.
+"""Take over an optimizer that the script made: it now updates this rank's pieces of its parameters.
 
-It stays the same object, so that a scheduler that holds it goes on working.
+It stays the same object, so a scheduler that holds it keeps working.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.facts.problem import BadInput
 from shoal.parallel.shards import Shard
 
-# Of torch's, those that treat every element by itself: a piece of a parameter is updated as it would be in the whole.
+# Torch's element-wise optimizers: they update a piece of a parameter as they would update it in the whole.
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -34,14 +34,16 @@ NO_SCALER = (
 
 
 class _NoScaler:
-    """Stands where a ``GradScaler`` asks an optimizer what it can; torch's assertion comes first in shards."""
+    """Replaces the attribute by which ``GradScaler`` asks what an optimizer supports; with shards torch's own
+    assertion fails first.
+    """
 
     def __bool__(self) -> bool:
         raise BadInput(*NO_SCALER)
 
 
 def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
-    """Refuse what could not be carried out; before anything is placed."""
+    """Refuse what is not supported, before anything is placed."""
     if isinstance(optimizer, torch.amp.GradScaler):
         raise BadInput(*NO_SCALER)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -70,7 +72,7 @@ def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
 def take_over(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str], updated: dict[Shard, nn.Parameter]
 ) -> None:
-    """``names``: of the parameters that it was made of. Of each, what is ``updated`` here takes its place."""
+    """Replace the optimizer's parameters (``names``) by what is ``updated`` on this rank."""
     by_name = {piece.name: tensor for piece, tensor in updated.items()}
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
@@ -79,7 +81,7 @@ def take_over(
 
 
 def _guard(optimizer: torch.optim.Optimizer) -> None:
-    """A script that still calls ``optimizer.step()`` would update with one rank's gradients."""
+    """Refuse direct calls: a script that still calls ``optimizer.step()`` would update with one rank's gradients."""
 
     def refuse(*_: Any) -> None:
         if not getattr(optimizer, "_shoal_updates", False):
@@ -89,7 +91,7 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(refuse)
     given: Any = optimizer
-    # Whether it can be told on the device to scale gradients, or to do nothing.
+    # Whether device tensors can make it scale gradients, or skip the update.
     given._shoal_steered = bool(getattr(given, "_step_supports_amp_scaling", False))
     given._step_supports_amp_scaling = _NoScaler()
 
@@ -98,9 +100,9 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
 def update(
     optimizer: torch.optim.Optimizer, updated: list[nn.Parameter], divisor: Tensor | float, sound: Tensor
 ) -> bool | None:
-    """One update with the gradients divided by ``divisor``, unless they are not ``sound``.
+    """Update once with the gradients divided by ``divisor``, unless they are not ``sound``.
 
-    Whether there was one; None where the device alone knows.
+    Returns whether it updated; None if only the device knows.
     """
     gradients = [one.grad for one in updated if one.grad is not None]
     steered: Any = optimizer

@@ -1,9 +1,9 @@
-"""``offload=optimizer`` of a module of one's own: the script's optimizer updates copies in the host's memory.
+"""``offload=optimizer`` for a user's own module: the script's optimizer updates copies in host memory.
 
-An optimizer keeps its states beside what it updates, so these are the host's too, and so is the update. The device has
-weights and gradients: a step copies gradients to the host, and new weights back. Nothing is done ahead of time, as the
-engine does for networks that it built (``parallel/offload/states.py``): what an update of the script's own optimizer
-reads is known when it has ended.
+An optimizer keeps its states on the device of what it updates, so states and update are on the host too. The device has
+weights and gradients: a step copies gradients to the host and new weights back. Nothing overlaps, unlike for networks
+that the engine built (``parallel/offload/states.py``): only when the script's own optimizer has finished is it known
+what it read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shoal.parallel.shards import Shard
 
 
 class HostStates:
-    """Of some pieces the copies that the optimizer updates, and where their gradients wait for it."""
+    """Host copies of some pieces, which the optimizer updates, and buffers for their gradients."""
 
     def __init__(self, pieces: list[Shard], fraction: float, device: torch.device) -> None:
-        """The last ``fraction`` of all elements, in whole pieces; they have the values that are on the device."""
+        """Offload the last ``fraction`` of all elements, in whole pieces, starting from the device's values."""
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         memory = HostMemory(device)
         self.copies: dict[Shard, nn.Parameter] = {}
@@ -35,13 +35,13 @@ class HostStates:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """The device has other values than an update made: the first ones, or a checkpoint's."""
+        """Copy the device's values, which no update made: the initial ones, or a checkpoint's."""
         for piece, copy in self.copies.items():
             copy.copy_(piece.tensor)
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Gradients of this step go to the host, and take no room on the device any longer."""
+        """Move this step's gradients to the host and free them on the device."""
         for piece, copy in self.copies.items():
             found = piece.tensor.grad
             copy.grad = None if found is None else self.gradients[piece].copy_(found, non_blocking=True)
@@ -51,7 +51,7 @@ class HostStates:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """New weights go to the device."""
+        """Copy new weights to the device."""
         for piece, copy in self.copies.items():
             if copy.grad is not None:
                 piece.tensor.copy_(copy, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What a model's forward pass gives, as a sum and the number of targets that it is over.
+"""A model's loss as a sum, with the number of targets it covers.
 
-A mean cannot be added up: micro-batches and ranks have different numbers of targets. So a model's own mean is
-multiplied by the number of targets that it was taken over.
+Means cannot be added: micro-batches and ranks have different numbers of targets. So a model's own mean is multiplied by
+the number of targets it was taken over.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from shoal.facts.problem import BadInput
 from shoal.train.library.batches import rows_of
 
-IGNORED = -100  # torch's and transformers' mark for what is no target
+IGNORED = -100  # torch's and transformers' mark for "not a target"
 # A sum and its number of targets; or a mean over the rows.
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Any]"]
 OWN = "run.step(model, batch, loss=lambda model, batch: …), which returns a mean over rows, or (sum, number of targets)"
 
 
 def with_labels(model: nn.Module, batch: Any) -> Any:
-    """A causal language model's own tokens are what it is to predict, where a batch has no labels."""
+    """Use a causal language model's input tokens as labels if a batch has none."""
     if (
         not isinstance(batch, Mapping)
         or "labels" in batch
@@ -37,7 +37,7 @@ def with_labels(model: nn.Module, batch: Any) -> Any:
 
 
 def count_targets(model: nn.Module, batch: Any) -> int:
-    """Of a batch: what the mean of a model's own loss is over. 1 for each row where it has no labels by token."""
+    """How many targets a model's own mean loss covers in a batch: 1 per row if it has no labels per token."""
     if not isinstance(batch, Mapping):
         return rows_of(batch)
     if isinstance(shifted := batch.get("shift_labels"), Tensor):
@@ -45,13 +45,13 @@ def count_targets(model: nn.Module, batch: Any) -> int:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return rows_of(batch)
-    # The first token has nothing before it.
+    # The first token is not predicted.
     shifts = labels.dim() > 1 and _shifts(model)
     return int((labels[..., 1:] if shifts else labels).ne(IGNORED).sum())
 
 
 def own_loss(model: nn.Module, batch: Any, targets: int) -> Tensor:
-    """The sum of the model's own losses over so many targets."""
+    """The sum of the model's own losses over this many targets."""
     outputs = (
         model(**batch) if isinstance(batch, Mapping) else model(*batch) if _is_row(batch) else model(batch)
     )
@@ -60,7 +60,7 @@ def own_loss(model: nn.Module, batch: Any, targets: int) -> Tensor:
         raise BadInput(f"{type(model).__name__} gave no loss for this batch", OWN)
     if targets:
         return loss * targets
-    # A mean over nothing is no number; its parameters still have to meet their gradients on other ranks.
+    # A mean over nothing is NaN; its parameters still need gradients to join other ranks' collectives.
     return torch.zeros_like(loss) + sum(0.0 * one.sum() for one in _tensors(outputs) if one is not loss)
 
 
@@ -104,6 +104,6 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Whether transformers' loss compares each place with the token after it."""
+    """Whether transformers' loss compares each position with the next token."""
     kind = getattr(model, "loss_type", None)
     return kind == "ForCausalLM" or (kind is None and _is_causal(model))

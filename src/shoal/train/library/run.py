@@ -65,7 +65,7 @@ class JoinedRanks:
 
 
 class Run:
-    """Made by ``shoal.run``. All ranks are to make the same calls in the same order."""
+    """Made by ``shoal.run``. All ranks must make the same calls in the same order."""
 
     def __init__(
         self,
@@ -77,29 +77,29 @@ class Run:
         directory: Path | None = None,
         tune: TuneSection | None = None,
     ) -> None:
-        """``layout``: None lets the model's size decide."""
+        """``layout``: None chooses by the model's size."""
         self.rank, self.world, self.device = ranks.rank, ranks.world, ranks.device
         self.seed, self.clip, self.directory, self.tune = seed, clip or 0.0, directory, tune or TuneSection()
-        self.done = 0  # steps so far: updates that were made or refused
+        self.done = 0  # steps so far: updates made or refused
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.placed: PlacedModule | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         self.state: ModuleState | None = None
-        self.updated: dict[Shard, nn.Parameter] = {}  # by pieces, what the optimizer knows
-        self.host: HostStates | None = None  # where its states are the host's
+        self.updated: dict[Shard, nn.Parameter] = {}  # for each piece, the parameter the optimizer updates
+        self.host: HostStates | None = None  # set if optimizer states are on the host
         self._ranks, self._batch = ranks, batch
         self._layout, self._mesh = layout, None if layout is None else self._join(layout)
         self._loaders: list[StepLoader] = []
         self._moved: tuple[Any, Any] | None = None  # the last batch, on the device and as it was read
-        # What losses are divided by before a backward pass: the last step's number of targets.
+        # Divides losses before a backward pass: the last step's number of targets.
         self._scale = 1.0
-        self._sums: list[Tensor] = []  # of losses of this step
+        self._sums: list[Tensor] = []  # losses of this step
         self._count = self._passes = 0
-        self._cached = False  # whether the model's config says so, outside of training
-        self._closed_step = False  # whether the last backward pass of a step has been
+        self._cached = False  # the model config's use_cache before training
+        self._closed_step = False  # whether the last backward pass of a step has run
 
-    # What this process is.
+    # This process.
 
     @property
     def layout(self) -> Layout:
@@ -129,7 +129,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Leave the group of ranks."""
+        """Leave the process group."""
         self._ranks.close()
 
     # Before the loop.
@@ -146,11 +146,11 @@ class Run:
         shuffle: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """Place a model, and let its optimizer and its data follow. Returns what it was given, in the same order.
+        """Place a model, and adapt its optimizer and data to it. Returns its arguments, in the same order.
 
         ``data``: a ``DataLoader``, whose ``batch_size`` is the step's over all ranks, or a dataset. ``wrap``: the
-        model's blocks, where they are not to be found by themselves. ``plan``: how tensor ranks split its layers, where
-        the model has no ``tp_plan``. ``shuffle``, ``collate``: of a dataset.
+        model's blocks, if they cannot be found automatically. ``plan``: how tensor ranks split its layers, if the model
+        has no ``tp_plan``. ``shuffle``, ``collate``: for a dataset.
         """
         if self.placed is not None:
             raise BadInput("a run has one model, and it is prepared already", ONE_MODEL)
@@ -176,8 +176,8 @@ class Run:
         config: Any = getattr(model, "config", None)
         self._cached = getattr(config, "use_cache", False) is True
         if self._cached:
-            config.use_cache = False  # keys and values of a training step are of no further use
-        # Made of the parameters as they are now; FSDP puts others in their place.
+            config.use_cache = False  # training steps have no use for cached keys and values
+        # Built from the parameters as they are now; FSDP replaces them.
         arrived: set[Tensor] = set()
         parts: dict[str, TensorPart] = {}
         summed: set[str] = set()
@@ -216,7 +216,7 @@ class Run:
         return given[0] if len(given) == 1 else tuple(given)
 
     def steps(self, loader: Any, total: int | None = None) -> Iterator[Any]:
-        """A batch for each step, on the device: this rank's rows. One epoch; with ``total``, as many steps in all."""
+        """One batch per step, on the device: this rank's rows. One epoch; with ``total``, that many steps in all."""
         if not isinstance(loader, StepLoader):
             loader = self._loader(loader, False, None)
         while total is None or self.done < total:
@@ -242,7 +242,7 @@ class Run:
     def step(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> Tensor:
         """Forward, backward, clip, update; returns the mean loss over all targets of the step, on all ranks.
 
-        ``loss(model, batch)``: one's own, a mean over rows or a sum and its number of targets.
+        ``loss(model, batch)``: your own loss, which returns a mean over rows, or a sum and its number of targets.
         """
         placed = self._of(model)
         if self._passes:
@@ -262,9 +262,9 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> float:
-        """The mean loss over all targets of a batch, on all ranks; ``loss`` as in ``step``. Nothing is trained.
+        """The mean loss over all targets of a batch, on all ranks; ``loss`` as in ``step``. Trains nothing.
 
-        Dropout is on where the model is in training mode: ``model.eval()`` before, ``model.train()`` after.
+        Dropout is active if the model is in training mode: call ``model.eval()`` before, ``model.train()`` after.
         """
         placed = self._of(model)
         if self._passes:
@@ -281,11 +281,11 @@ class Run:
         return total / count if count else math.nan
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None, *, last: bool = False) -> None:
-        """The gradients of one micro-batch, on top of those before it.
+        """Add the gradients of one micro-batch to those before it.
 
-        ``loss`` is a sum over ``count`` targets: the step divides by those of all micro-batches and ranks. Without
-        ``count`` it is a mean, and every micro-batch weighs the same. ``last``: none follows in this step, so that
-        gradients can travel while the rest is computed.
+        ``loss`` is a sum over ``count`` targets: the step divides by the count of all micro-batches and ranks. Without
+        ``count`` it is a mean, and every micro-batch has the same weight. ``last``: no other follows in this step, so
+        gradients can be reduced while the rest is computed.
         """
         placed = self._placed()
         if placed.executor is not None:
@@ -304,7 +304,7 @@ class Run:
         placed.backward(loss / self._scale, last)
 
     def update(self) -> Tensor:
-        """Add up all ranks' gradients, clip, update; returns the step's mean loss."""
+        """Reduce gradients over all ranks, clip, update; returns the step's mean loss."""
         placed = self._placed()
         if self.optimizer is None:
             raise BadInput("there is no optimizer", "run.prepare(model, optimizer, dataset)")
@@ -315,7 +315,7 @@ class Run:
         counted, reached = self._agree(placed)
         placed.finish_step(reached)
         loss, norm = self._measure(placed, counted)
-        # Gradients are of losses that were divided by the number of targets of the step before.
+        # Losses were divided by the previous step's number of targets before their backward passes.
         divisor: float | Tensor = counted / self._scale
         if self.clip:
             divisor = divisor * ((norm + CLIP_EPS) / self.clip).clamp(min=1.0)
@@ -332,7 +332,7 @@ class Run:
         return loss
 
     def save(self, dir: str | Path | None = None) -> Path:
-        """Commit the state after the last step: every rank writes its share. Any layout continues from it.
+        """Commit the state after the last step: every rank writes its share. Any layout can resume from it.
 
         ``dir``: another run directory than the run's own.
         """
@@ -348,10 +348,10 @@ class Run:
         return place.at(self.done)
 
     def export(self, dir: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> Path:
-        """Write the model as a directory that ``transformers`` loads; of a plain module, its weights as safetensors.
+        """Write the model as a directory that ``transformers`` loads; for a plain module, its weights as safetensors.
 
-        Of a PEFT model, its adapters. From the commit of the last step, which is made where there is none.
-        ``tokenizer``: is saved beside it. ``dtype``: of the weights, None for their own.
+        For a PEFT model, its adapters. Uses the last step's commit, and makes one if there is none. ``tokenizer``:
+        saved beside the weights. ``dtype``: of the weights; None keeps their own.
         """
         check_tokenizer(tokenizer)
         module, into = self._placed().module, Path(dir)
@@ -367,7 +367,7 @@ class Run:
                 export_module(Checkpoint(place, self.done), module, into, tokenizer, dtype, self._cached)
             except BadInput as error:
                 return json.dumps([error.problems[0].what, error.problems[0].fix])
-            except Exception as error:  # of whatever saves itself: other ranks wait to hear of it
+            except Exception as error:  # any error of a custom save: other ranks wait to learn of it
                 return json.dumps([f"the export to {into} failed: {first_line(error)}", "see what it says"])
             return ""
 
@@ -376,13 +376,15 @@ class Run:
         return into
 
     def mean(self, total: float | Tensor, count: float | Tensor = 1) -> float:
-        """Of a measurement on all data ranks: the sum of all totals over the sum of all counts."""
+        """The mean of a measurement over all data ranks: the sum of all totals over the sum of all counts."""
         mine = [float(total), float(count)] if self.mesh.first_of_replica else [0.0, 0.0]
         totals, counts = self.mesh.hosts.sum_floats(mine)
         return totals / counts if counts else math.nan
 
     def _agree(self, placed: PlacedModule) -> tuple[int, list[int]]:
-        """The step's number of targets on all ranks, and on how many of these each parameter has a gradient."""
+        """The step's number of targets on all ranks, and for each parameter the number of ranks that have a
+        gradient.
+        """
         mesh, (reached, missing) = self.mesh, placed.reached()
         mine = self._count if self._has_loss else 0
         counted, passes, missed = mesh.hosts.sum_integers([mine, self._passes, missing])
@@ -394,12 +396,12 @@ class Run:
         return max(1, counted), mesh.hosts.sum_integers(reached) if missed else [1] * len(reached)
 
     def _measure(self, placed: PlacedModule, counted: int) -> tuple[Tensor, Tensor]:
-        """The step's mean loss and the norm of its gradients, on the device."""
+        """The step's mean loss and gradient norm, on the device."""
         mesh = self.mesh
         with torch.no_grad():
             have = [piece for piece in placed.pieces if piece.tensor.grad is not None]
             squares = squared_norm([piece for piece in have if piece.counted], self.device)
-            # Of equal gradients one counts, but each has to be finite.
+            # Of equal copies only one counts, but each has to be finite.
             others = squared_norm([piece for piece in have if not piece.counted], self.device)
             squares = torch.where(torch.isfinite(others), squares, math.nan)
             mine = torch.stack(self._sums).sum() if self._has_loss else torch.zeros_like(squares)
@@ -408,23 +410,23 @@ class Run:
                 dist.all_reduce(both, group=mesh.everyone)
             return both[0] / counted, both[1].sqrt() * (self._scale / counted)
 
-    # Within.
+    # Internals.
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this is the rank of its replica that adds up losses: a pipeline's end has them."""
+        """Whether this rank adds up losses for its replica: in a pipeline, the last stage has them."""
         if self.placed is None or self.placed.executor is None:
             return self.mesh.first_of_replica
         return self.placed.executor.stage.stage.last and self.mesh.coords["tp"] == 0
 
     def _cut(self, model: nn.Module, batch: Any, loss: Loss | None) -> list[tuple[int, Any, int]]:
-        """A batch as micro-batches: number among those of all ranks, rows, targets of the model's own loss."""
+        """Split a batch into micro-batches: (index among those of all ranks, rows, targets of the model's own loss)."""
         read = self._moved[1] if self._moved is not None and self._moved[0] is batch else batch
         micro = self.layout.micro
         if self.layout.pp > 1:
             micro = self.layout.micro_batch(rows_of(batch) * self.layout.data_ranks)
         parts = micro_batches(to_device(with_labels(model, batch), self.device), micro)
-        # Counted where they were read: to ask the device would be to wait for it.
+        # Counted before the move to the device: asking the device would synchronise.
         counted = micro_batches(with_labels(model, read), micro) if loss is None else parts
         first = self.mesh.data_index * len(parts)
         counts = [count_targets(model, one) if loss is None else 0 for one in counted]
@@ -443,7 +445,7 @@ class Run:
         return Mesh(layout, ranks.rank, ranks.device, ranks.store, nodes=ranks.nodes)
 
     def _told(self, work: Callable[[], str]) -> str:
-        """What ``work`` says on the first rank, which alone does it."""
+        """What ``work`` returns on the first rank, which alone runs it."""
         return self.mesh.hosts.broadcast(work() if self.first else "")
 
     def _place(self, dir: str | Path | None = None) -> DirectoryStorage:
@@ -489,12 +491,14 @@ class Run:
         return loader
 
     def _draw(self, place: str) -> None:
-        """Dropout draws from torch's generators: seeded by step and place, a resume draws what it would have drawn."""
+        """Seed torch's generators, which dropout uses, by step and position, so that a resume draws the same
+        numbers.
+        """
         torch.manual_seed(key(self.seed, self.done + 1, place) & (2**63 - 1))
 
 
 def _unused(parent: Path) -> Path:
-    """A run directory that is not there yet."""
+    """A run directory that does not exist yet."""
     number = 1
     while (found := parent / f"run-{number}").exists():
         number += 1

@@ -1,7 +1,7 @@
-"""The state of a module of the user's own between steps: saved to and restored from a checkpoint in any layout.
+"""The state of a user's own module between steps: saved to and restored from a checkpoint in any layout.
 
-A checkpoint is as ``shoal train`` writes it, under the module's own names: weights and buffers, what the optimizer
-keeps of each element, and numbers. No pickle.
+A checkpoint has the format of ``shoal train``, under the module's own names: weights and buffers, the optimizer's
+per-element states, and numbers. No pickle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPTIMIZER, SCHEDULED = "library.optimizer", "scheduler_steps"
 
 
 class ModuleState:
-    """What a resume needs. All ranks are to call the same methods in the same order."""
+    """What a resume needs. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ModuleState:
             name,
         )
         self.pieces = [*placed.pieces, *placed.kept]
-        # What the optimizer knows a piece by.
+        # For each piece, the parameter the optimizer updates.
         self.updated = {piece: piece.tensor for piece in placed.pieces} if updated is None else updated
         self.shapes = placed.shapes
         self.views = {
@@ -108,7 +108,7 @@ class ModuleState:
             )
 
     def restore(self, place: DirectoryStorage) -> int:
-        """Become the newest sound state of a place; return its step, 0 where there is none."""
+        """Restore the newest intact state of a place; returns its step, or 0 if there is none."""
         found = self._newest(place) if self.mesh.rank == 0 else 0
         step = int(self.mesh.hosts.broadcast(str(found)))
         if not step:
@@ -128,7 +128,7 @@ class ModuleState:
         self.placed.after_update()
         if self.scheduler is not None:
             _replay(self.scheduler, int(manifest.scalars.get(SCHEDULED, 0)))
-        # No rank goes on, and perhaps saves over it, before all have read.
+        # No rank continues, and perhaps saves over it, before all have read.
         self.mesh.hosts.sum_integers([0])
         return step
 
@@ -137,7 +137,7 @@ class ModuleState:
         return {MODULE: self.name, OPTIMIZER: optimizer}
 
     def _everywhere(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What any rank has; lists are joined."""
+        """Merge all ranks' dictionaries; lists are concatenated."""
         together: dict[str, Any] = {}
         for text in self.mesh.hosts.all_gather(json.dumps(mine)):
             for key, value in json.loads(text).items():
@@ -148,7 +148,7 @@ class ModuleState:
         return together
 
     def _kinds(self) -> tuple[dict[str, set[str]], dict[str, float]]:
-        """The optimizer's states of a piece: those of each element, by name, and numbers."""
+        """The optimizer's states: per-element ones by name, for each piece, and numbers."""
         kinds: dict[str, set[str]] = {}
         numbers: dict[str, float] = {}
         for piece in self.placed.pieces:
@@ -170,7 +170,7 @@ class ModuleState:
 
     def _state(self, kind: str, piece: Shard) -> Tensor | None:
         assert self.optimizer is not None
-        # What nothing updates has no states.
+        # Parameters that are not updated have no states.
         found = self.optimizer.state.get(self.updated.get(piece, piece.tensor), {}).get(kind)
         return found if isinstance(found, Tensor) and found.shape == piece.tensor.shape else None
 
@@ -201,7 +201,7 @@ class ModuleState:
                 self.optimizer.state[own][kind] = number
 
     def _newest(self, place: DirectoryStorage) -> int:
-        """On the first rank: damaged ones are set aside."""
+        """On the first rank: the newest intact state; damaged ones are set aside."""
         place.clear()
         damage = ""
         for step in reversed(place.committed()):
@@ -233,9 +233,9 @@ class ModuleState:
 
 
 def _replay(scheduler: LRScheduler, steps: int) -> None:
-    """A schedule is a function of its steps: taken again, they give the rate that it had."""
+    """Replay a scheduler's steps, which restores its learning rate."""
     with warnings.catch_warnings():
-        # It would be told that no update came before them.
+        # It would warn that no update came before them.
         warnings.simplefilter("ignore")
         while scheduler.last_epoch < steps:
             scheduler.step()

@@ -8,9 +8,10 @@ from typing import Any
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
 
-# Steps of a process that are compared. The first makes optimizer states and loads kernels, the second may be observed.
+# Steps of a process that are compared. The first creates optimizer states and loads kernels; the second may be
+# observed.
 FIRST, LAST = 3, 6
-# Predictions after a calibration are off by less.
+# Predictions after a calibration are off by less than this.
 DRIFT = 0.10
 
 
@@ -22,17 +23,17 @@ ON_CPU = (
 
 
 class Comparison:
-    """Adds what was predicted to the first rank's rows and, once, what came of it.
+    """Adds predictions to the first rank's rows and, once, reports how they compared.
 
-    ``plan`` is the content of plan.json. What cannot be compared is named with the reason.
+    ``plan`` is the content of plan.json. What cannot be compared is named, with the reason.
     """
 
     def __init__(self, job: Job, plan: dict[str, Any], on_gpu: bool) -> None:
         self.steps = job.config.recipe.steps
         self.rates = plan.get("rates", "")
-        # Where several ranks work together, more decides than what was calibrated.
+        # With several ranks, more than the calibrated device decides.
         self.calibrated = plan.get("calibrated") if job.layout.world == 1 else None
-        # Times of a CPU that was never calibrated are guesses: they stand in the files, and are no news.
+        # Predicted times for an uncalibrated CPU are guesses: they are recorded in files but not reported.
         self.told = on_gpu or plan.get("calibrated") is not None
         self.predicted: dict[str, float] = {}
         self.missing: dict[str, str] = {}
@@ -43,7 +44,7 @@ class Comparison:
         else:
             self.predicted["step_s"] = plan["step"]["seconds"]
         if on_gpu:
-            # The first rank is in the first stage; the plan's own number is that of the fullest.
+            # The first rank is in the first stage; the plan's own number is for the fullest stage.
             self.predicted["memory_peak"] = ledgers(job.workload())[0].peak_allocated
         else:
             self.missing["memory_peak"] = ON_CPU
@@ -51,7 +52,7 @@ class Comparison:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Give a step's row its predictions. After the last compared step, what they came to; None otherwise."""
+        """Add predictions to a step's row. Returns the comparison after the last compared step, otherwise None."""
         row.update({f"predicted_{name}": value for name, value in self.predicted.items()})
         self._count += 1
         if not FIRST <= self._count <= LAST:
@@ -63,7 +64,7 @@ class Comparison:
         return {"after_step": row["step"], **row["compared"]}
 
     def _compared(self) -> dict[str, Any]:
-        """Errors are predicted over measured, less one."""
+        """Errors are predicted over measured, minus one."""
         found: dict[str, Any] = {"steps": len(self._rows), "rates": self.rates, "missing": self.missing}
         found["told"] = self.told
         for name, predicted in self.predicted.items():

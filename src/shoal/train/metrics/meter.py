@@ -24,7 +24,7 @@ class Meter:
         self.layout = str(job.layout)
         recipe = job.config.recipe
         self.flops = flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step
-        # Ranks on a CPU share what the cluster has of it; elsewhere each has a device of its own, unless it is shared.
+        # Ranks on a CPU share the cluster's devices; elsewhere each has its own device, unless devices are shared.
         devices = min(job.cluster.devices, job.layout.world)
         if job.cluster.device.name == "cpu":
             devices = job.cluster.devices
@@ -34,22 +34,22 @@ class Meter:
         self._started = 0.0
 
     def start(self) -> None:
-        """To be called when the step before, its evaluation and its commit are over."""
+        """Call when the previous step, its evaluation and its commit are over."""
         self._started = time.perf_counter()
 
     def have_input(self) -> None:
-        """To be called when the step's batches are here, on this rank and the others."""
+        """Call when the step's batches are here, on this rank and the others."""
         self.waited = time.perf_counter() - self._started
 
     def stop(self) -> None:
-        """To be called when the step's numbers have been read, so its work is done. The next one may be under way."""
+        """Call when the step's numbers have been read, so its work is done. The next step may already run."""
         started, self._started = self._started, time.perf_counter()
         self.seconds = self._started - started
 
     def row(self, step: int, result: StepResult, targets: int, waited: float) -> dict[str, Any]:
         """A row of metrics.jsonl. ``tokens`` and ``samples`` count from the start of the run, padding included.
 
-        ``waited``: seconds of the step without input.
+        ``waited``: seconds that the step waited for input.
         """
         recipe = self.job.config.recipe
         batch, samples = recipe.clock.at(step), recipe.clock.before(step + 1)
@@ -76,7 +76,7 @@ class Meter:
         }
 
     def _experts(self, result: StepResult) -> dict[str, Any]:
-        """Of a model that has some: tokens sent to each, all layers together, and how uneven the worst layer was."""
+        """For MoE models: tokens sent to each expert, summed over layers, and the imbalance of the worst layer."""
         if result.experts is None:
             return {}
         recipe = self.job.config.recipe
@@ -89,7 +89,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes of this rank: the most that tensors had allocated on a GPU; on a CPU the process's resident set."""
+    """Bytes of this rank: the allocator's peak on a GPU, the process's peak resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -21,9 +21,9 @@ from shoal.parallel.shard import FullyShard
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
 
-# The second step of a process: in the first one optimizer states are made and connections set up.
+# The second step of a process: the first creates optimizer states and sets up connections.
 OBSERVED_STEP = 2
-# What CUDA's allocator rounds every tensor up to.
+# CUDA's allocator rounds every tensor up to this.
 ALIGNMENT = 512
 
 
@@ -48,10 +48,10 @@ def watched(
     fake: bool = False,
     counter: CollectiveCounter | None = None,
 ) -> Iterator[Watch]:
-    """Count and track what happens inside. It slows the step, and changes nothing else.
+    """Count and track what happens inside the context. It slows the step, and changes nothing else.
 
-    ``aligned``: sizes as CUDA's allocator has them. ``fake``: the step has tensors without data, and these count.
-    ``counter``: one that has counted what the step began with.
+    ``aligned``: round sizes as CUDA's allocator does. ``fake``: count tensors without data, which the step uses.
+    ``counter``: one that has already counted the step's first collectives.
     """
     placed, mesh = step.placed, step.mesh
     networks = [segment.network for segment in placed.segments]
@@ -66,11 +66,11 @@ def watched(
             yield Watch(counter, tracker)
         for hook in hooks:
             hook.remove()
-        _mark(tracker, step, batches)  # gradients are there only now
+        _mark(tracker, step, batches)  # gradients exist only now
 
 
 def _marks_as_they_add_up(tracker: MemoryTracker, step: Step) -> list[RemovableHandle]:
-    """FSDP adds whole gradients up over the micro-batches of a pipeline, and none of them is there at the end."""
+    """FSDP accumulates whole gradients over a pipeline's micro-batches, and none of them exists at the end."""
     layout = step.mesh.layout
     if layout.pp == 1 or layout.shards == 1 or layout.zero != 3:
         return []
@@ -87,7 +87,7 @@ def _marks_as_they_add_up(tracker: MemoryTracker, step: Step) -> list[RemovableH
 
 @contextmanager
 def _marks_between_replicas(tracker: MemoryTracker, step: Step) -> Iterator[None]:
-    """With replicas of shards FSDP keeps the sums of one replica to itself up to the last micro-batch."""
+    """With replicas of shards, FSDP holds one replica's sums internally until the last micro-batch."""
     gradients = step.placed.gradients
     if not isinstance(gradients, FullyShard):
         yield
@@ -106,7 +106,7 @@ def _marks_between_replicas(tracker: MemoryTracker, step: Step) -> Iterator[None
 def observed(
     step: Step, batches: Sequence[Batch], path: Path, number: int, counter: CollectiveCounter
 ) -> Iterator[None]:
-    """Watch what happens inside, and write it down."""
+    """Observe what happens inside the context, and write it to a file."""
     mesh = step.mesh
     with watched(step, batches, aligned=mesh.device.type == "cuda", counter=counter) as watch:
         yield
@@ -126,7 +126,7 @@ def observed(
 
 
 def by_module(places: Mapping[AllocationSite, int]) -> dict[str, int]:
-    """Bytes of every module, the largest first; bytes of no module have no name."""
+    """Bytes per module, largest first; bytes outside any module have an empty name."""
     total: Counter[str] = Counter()
     for place, size in places.items():
         total[place.module] += size
@@ -134,7 +134,7 @@ def by_module(places: Mapping[AllocationSite, int]) -> dict[str, int]:
 
 
 def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
-    """What the tracker cannot tell by where it was made."""
+    """Tell the tracker the purpose of tensors that it cannot infer from where they were allocated."""
     pieces = step.pieces
     tracker.mark(step.placed.host.buffers, HOST)
     for batch in batches:
@@ -152,7 +152,7 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))
-        # One that leaves the device is its parameter's until then.
+        # A gradient that leaves the device belongs to its parameter until then.
         found = piece.tensor.grad if piece.away is None else piece.held.parameter.grad
         if found is not None:
             tracker.mark([found], "grads", module_of(piece.name))

@@ -1,6 +1,7 @@
 """Record which samples each step used, and prove that each was used once.
 
-A step that a fault undid is done again, and leaves rows of two attempts. The one whose row is in metrics.jsonl counts.
+A step that a fault rolled back is done again, and leaves rows of two attempts. The attempt whose row is in
+metrics.jsonl counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.train.files import RowFile
 
 
 class SampleLog(RowFile):
-    """One rank's rows. They go to the system as they are made, so they outlive the process."""
+    """One rank's rows. They are flushed as they are made, so they outlive the process."""
 
     def __init__(self, directory: Path, rank: int, attempt: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -33,13 +34,13 @@ class SampleLog(RowFile):
 
 @dataclass(frozen=True)
 class Proof:
-    """What the ledger shows: every step used its own samples, each once."""
+    """What the records show: every step used its own samples, each once."""
 
     steps: int
     samples: int
     undone: tuple[
         tuple[int, int], ...
-    ]  # for every attempt after the first: the step it began from, steps done again
+    ]  # for every attempt after the first: the step it resumed from, steps repeated
     problems: tuple[str, ...]
 
     @property
@@ -48,12 +49,12 @@ class Proof:
 
     @property
     def redone(self) -> int:
-        """Steps that were done more than once, because a fault undid them."""
+        """How many steps were repeated because a fault rolled them back."""
         return sum(count for _, count in self.undone)
 
 
 def prove(directory: Path, metrics: Sequence[dict[str, Any]], loader: Loader) -> Proof:
-    """Hold a ledger against the order of samples. ``metrics``: the run's rows."""
+    """Compare the records with the order of samples. ``metrics``: the run's rows."""
     used: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for file in sorted(directory.glob("rank-*.jsonl")):
         for row in _rows(file):
@@ -73,7 +74,9 @@ def prove(directory: Path, metrics: Sequence[dict[str, Any]], loader: Loader) ->
 
 
 def _undone(directory: Path) -> list[tuple[int, int]]:
-    """Of every attempt that did a step, how many of those that the first rank did the next one did again."""
+    """For every attempt that did a step: the step it resumed from and how many of the first rank's steps it
+    repeated.
+    """
     attempts: dict[str, list[int]] = {}
     for row in _rows(directory / "rank-00000.jsonl"):
         attempts.setdefault(row["attempt"], []).append(row["step"])
@@ -83,6 +86,6 @@ def _undone(directory: Path) -> list[tuple[int, int]]:
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_text().splitlines():
-        # A line that a fault has torn is of a step that did not count.
+        # A line torn by a fault belongs to a step that did not count.
         with contextlib.suppress(ValueError):
             yield json.loads(line)

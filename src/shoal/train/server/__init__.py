@@ -1,1 +1,3 @@
-"""Parameter servers: they hold parameters and optimizer states, hand out work, and update with what workers push."""
+"""Parameter servers: they hold parameters and optimizer states, hand out work, and update with the gradients that
+workers push.
+"""

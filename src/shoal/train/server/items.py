@@ -1,4 +1,6 @@
-"""The work that servers hand out: items of steps in order, and parts of an evaluation; those of a lost worker again."""
+"""The work that servers hand out: items of steps, in order, and parts of an evaluation; a lost worker's item is
+handed out again.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from shoal.parallel.server import END, EVALUATE, TRAIN
 
 
 class WorkItem(NamedTuple):
-    """What a worker is told to do."""
+    """What a worker should do."""
 
     kind: int
-    number: int = 0  # of an item of training, or of a part of an evaluation
+    number: int = 0  # of a training item, or of a part of an evaluation
 
 
 class WorkQueue:
-    """Items in order of their number, up to a limit. Not safe for several threads: its owner has a lock."""
+    """Items in order of their number, up to a limit. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, first: int) -> None:
         self.next = self.limit = first
@@ -26,7 +28,7 @@ class WorkQueue:
         self._again: list[WorkItem] = []
 
     def take(self, worker: int) -> WorkItem | None:
-        """The next one for a worker, which is done with the one before; None where there is none now."""
+        """The next item for a worker that has finished its previous one; None if there is none now."""
         self.held.pop(worker, None)
         if self.ended:
             return WorkItem(END)
@@ -41,11 +43,11 @@ class WorkQueue:
         return item
 
     def done(self, worker: int) -> None:
-        """A worker's item has arrived: should the worker be lost from now on, it is not handed out again."""
+        """A worker's item has arrived: if the worker is lost from now on, the item is not handed out again."""
         self.held.pop(worker, None)
 
     def lost(self, worker: int) -> WorkItem | None:
-        """Another worker will do what this one had; what that was."""
+        """Give a lost worker's item to another worker; returns the item."""
         item = self.held.pop(worker, None)
         if item is not None:
             heapq.heappush(self._again, item)

@@ -1,4 +1,6 @@
-"""One parameter server: answers its workers in threads, updates its range in the main one, commits with the others."""
+"""One parameter server: serves its workers in threads, updates its range in the main thread, commits with the other
+servers.
+"""
 
 from __future__ import annotations
 
@@ -43,28 +45,28 @@ from shoal.train.server.items import WorkQueue
 from shoal.train.state import State
 from shoal.train.step import StepResult
 
-# Keys of an attempt's store: which incarnation of a worker has come, and which one the first server has lost; the step
+# Keys of an attempt's store: which incarnation of a worker has joined; which one the first server has lost; the step
 # after which servers stop.
 JOINED, LOST, STOP_AT = "worker-{}", "lost-worker-{}", "server-stop-at"
-# Between two looks at the store, for workers and for the wish to stop.
+# Pause between two polls of the store, for workers and for a request to stop.
 LOOK_SECONDS = 0.02
-# A worker that starts may import and compile for so long before its first words.
+# A starting worker may import and compile for this long before its first message.
 START_SECONDS = 120.0
-# For the workers to hear that it is over.
+# Time for the workers to learn that training is over.
 END_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class Push:
-    """A gradient that has come, of the mean loss over a part's targets."""
+    """A pushed gradient of the mean loss over a part's targets."""
 
     worker: int
     item: int
     gradient: Tensor
     targets: int
     loss: float
-    norm: float  # of all servers' ranges
-    pulled: int  # updates before the weights that it was computed with
+    norm: float  # over all servers' ranges
+    pulled: int  # updates made before the weights it was computed with
 
 
 def link_name(worker: int, incarnation: int, server: int) -> str:
@@ -84,7 +86,7 @@ def serve(
     guest: object = None,
     set_aside: Sequence[int] = (),
 ) -> Outcome:
-    """As ``train.loop.train``, for a rank that is a server: ``job`` is its workers', ``servers`` its own."""
+    """Like ``train.loop.train``, for a server rank: ``job`` is the workers' job, ``servers`` its own."""
     server = ParameterServer(job, run, dataset, mesh, wants_stop, announce, attempt, set_aside)
     if mesh.rank == 0:
         assert mesh.hosts.store is not None
@@ -95,7 +97,7 @@ def serve(
 
 
 class ParameterServer:
-    """``changed`` guards all that threads share; whatever one of them waits for, it is notified of."""
+    """``changed`` guards everything that threads share, and is notified of every change a thread may wait for."""
 
     def __init__(
         self,
@@ -129,20 +131,22 @@ class ParameterServer:
         self.attempt = attempt
         self.changed = threading.Condition()
         self.over = False
-        self.trouble: BaseException | None = None  # of a thread: the main one ends with it
+        self.trouble: BaseException | None = None  # error of a thread: the main thread raises it
         self.stop_at: int | None = None
-        self.applied = self.done * self.workers  # updates' worth of pushes
+        self.applied = self.done * self.workers  # pushes used by updates so far
         self.waiting: dict[int, Push] = {}  # by item
-        # Items that were pushed: all below the floor, which the last pause has set, and these.
+        # Items that were pushed: all below the floor, which the last pause set, and these.
         self.floor = self.applied
         self.taken: set[int] = set()
         self.present: set[int] = set()  # workers that have not been told to end
-        self.has_pushed: set[int] = set()  # workers that have imported and compiled what there is to
+        self.has_pushed: set[int] = set()  # workers that have finished importing and compiling
         self.timeout = timedelta(seconds=config.fault.timeout)
         self.to_start = max(self.timeout, timedelta(seconds=START_SECONDS))
-        self.pulled: dict[int, int] = {}  # async: by worker, the updates before the weights it computes with
+        self.pulled: dict[
+            int, int
+        ] = {}  # async: per worker, updates made before the weights it computes with
         self.work = WorkQueue(self.applied)
-        self.results: dict[int, tuple[float, int]] = {}  # of an evaluation, by part
+        self.results: dict[int, tuple[float, int]] = {}  # results of an evaluation, by part
         self.meter = Meter(job, mesh)
         self.guard = NonFiniteGuard(config.fault.nonfinite, scaled=False)
         if mesh.rank == 0:
@@ -168,7 +172,9 @@ class ParameterServer:
         return Outcome(stopped, self.done)
 
     def _step(self, step: int) -> bool:
-        """Updates with all of a step's parts, or with as many pushes as it has. False: asked to stop before it."""
+        """Update with all of a step's parts or, asynchronously, with as many pushes as a step has. False: asked to
+        stop before it.
+        """
         self.announce(STEP, step)
         with self.changed:
             self._look_for_stop()
@@ -178,7 +184,7 @@ class ParameterServer:
         self.meter.stop()
         last = step == self.recipe.steps
         result = self._result(step, pushes)
-        # A gradient that was pushed cannot be computed again: to try again is to stop.
+        # A pushed gradient cannot be recomputed, so the policy ``retry`` stops.
         self.guard.judge(step, result, lambda: result)
         row = self._row(step, pushes, result)
         if self._evaluates(step):
@@ -203,7 +209,7 @@ class ParameterServer:
             total = max(1, sum(push.targets for push in pushes))
             self.served.gradient.zero_()
             for push in pushes:
-                # In the order of parts, whichever came first: sums are the same in every run.
+                # In the order of parts, not of arrival: sums are the same in every run.
                 share = push.targets / total
                 self.served.gradient.add_(push.gradient.to(self.served.flat.dtype), alpha=share)
             squares = squared_norm(self.served.pieces, self.mesh.device)
@@ -239,11 +245,11 @@ class ParameterServer:
         return pushes
 
     def _ripe(self) -> Push | None:
-        """The oldest push that has come, unless an update with it made an older gradient, still to come, too old.
+        """The oldest waiting push, unless updating with it would make an older, still running gradient too stale.
 
-        Gradients that are being computed or waiting, the oldest first, have places 0, 1, …: the one at place i is
-        applied after i updates if all are applied in this order. That leaves each its bound, and so does a pull, which
-        takes the last place (``_weights``). One that overtakes others puts each of these an update further back.
+        Number the gradients that are being computed or waiting, oldest first: 0, 1, …. Applied in this order, the one
+        at place i is applied after i updates, which keeps all within their bounds; so does a pull, which takes the last
+        place (``_weights``). A push that overtakes others delays each of these by one update.
         """
         push = min(self.waiting.values(), key=lambda one: (one.pulled, one.item), default=None)
         if push is None:
@@ -281,7 +287,7 @@ class ParameterServer:
         row["commit_wait_s"] = self.commits.take_waited()
         return row
 
-    # Pauses: at a commit and at an evaluation all that was handed out is done, and nothing else.
+    # Pauses: at a commit and at an evaluation, everything that was handed out is done, and nothing else.
 
     def _evaluates(self, step: int) -> bool:
         return evaluates_after(step, self.recipe.steps, self.job.config.evaluate)
@@ -291,7 +297,7 @@ class ParameterServer:
         return self.sync or self._evaluates(step) or self.commits.keeps(step, last)
 
     def _hand_out(self) -> None:
-        """Whatever work there is up to the next pause."""
+        """Hand out all work up to the next pause."""
         with self.changed:
             step = self.done + 1
             while step < self.recipe.steps and not self._pauses(step):
@@ -301,10 +307,11 @@ class ParameterServer:
             self.changed.notify_all()
 
     def _heldout(self, step: int) -> float | None:
-        """On the first server. The others look out for its end, for a commit's collectives don't wait that long.
+        """Evaluate, on the first server. The others poll for its end, because a commit's collectives would time out
+        first.
 
-        They look again and again: a thread that waited for the key would keep theirs from the store, and with that a
-        worker from rejoining, which may be what the first server waits for.
+        They must poll: a thread that blocks on a key would block the server's connection to the store for all threads,
+        and so keep a worker from rejoining, which may be what the first server waits for.
         """
         store = self.mesh.hosts.store
         assert store is not None
@@ -331,7 +338,7 @@ class ParameterServer:
     # Stopping.
 
     def _await(self, ready: Callable[[], bool]) -> bool:
-        """Until it is so; False where the servers have agreed to stop after the step that is done."""
+        """Wait until ``ready``; False if the servers have agreed to stop after the current step."""
         with self.changed:
             while not ready():
                 if self.trouble is not None:
@@ -343,7 +350,7 @@ class ParameterServer:
         return True
 
     def _look_for_stop(self) -> None:
-        """The first server decides after which step: what it has handed out is finished."""
+        """The first server decides the last step: everything it has handed out is finished."""
         store = self.mesh.hosts.store
         assert store is not None
         if self.stop_at is not None:
@@ -366,14 +373,14 @@ class ParameterServer:
             self.over = True
             self.changed.notify_all()
         if self.mesh.rank == 0:
-            time.sleep(LOOK_SECONDS)  # what was told has to leave
+            time.sleep(LOOK_SECONDS)  # let pending messages leave
 
-    # Threads: one for each worker, in all of its incarnations.
+    # Threads: one per worker, across its incarnations.
 
     def _attend(self, worker: int) -> None:
         try:
             self._attend_all(worker)
-        except BaseException as error:  # a worker that nothing attends to would wait for hours
+        except BaseException as error:  # an unattended worker would wait for hours
             with self.changed:
                 self.trouble = error
                 self.changed.notify_all()
@@ -381,7 +388,7 @@ class ParameterServer:
     def _attend_all(self, worker: int) -> None:
         store = self.mesh.hosts.store
         assert store is not None
-        # A thread that waits for a key keeps all others from its connection.
+        # A thread that waits for a key blocks the connection for all others.
         plain: Any = store.plain
         own = plain.clone()
         last = 0
@@ -400,7 +407,7 @@ class ParameterServer:
             except LinkLost:
                 self._lost(worker)
                 if self.mesh.rank == 0:
-                    # The launcher makes sure that it is gone: one that hangs holds the links of other servers.
+                    # The launcher makes sure that it is gone: a hanging worker would block other servers' links.
                     store.set(LOST.format(worker), str(came))
 
     def _told_to_end(self, worker: int) -> None:
@@ -418,7 +425,7 @@ class ParameterServer:
             self.changed.notify_all()
 
     def _answer(self, worker: int, link: ServerLink) -> bool:
-        """One request. False: that was the last."""
+        """Answer one request. False: it was the last."""
         kind, number, targets, loss, norm, need = link.hear(self._patience(worker))
         item = int(number)
         if kind == wire.PUSH:
@@ -441,9 +448,9 @@ class ParameterServer:
         return True
 
     def _patience(self, worker: int) -> timedelta:
-        """How long a worker may compute. Only the first server knows that it does, and not waits for work.
+        """How long a worker may compute. Only the first server can tell computing from waiting for work.
 
-        An evaluation takes as long as it takes.
+        An evaluation has no limit.
         """
         held = self.work.held.get(worker)
         if self.mesh.rank != 0 or (held is not None and held.kind == wire.EVALUATE):
@@ -451,7 +458,7 @@ class ParameterServer:
         return self.timeout if worker in self.has_pushed else self.to_start
 
     def _take(self, push: Push) -> None:
-        """One that was pushed before, by a worker that was lost in the midst of it, is not taken again."""
+        """Accept a push, unless its item was pushed before by a worker that was lost halfway."""
         self.work.done(push.worker)
         self.has_pushed.add(push.worker)
         if push.item in self.taken or push.item < self.floor:
@@ -462,9 +469,10 @@ class ParameterServer:
         self.changed.notify_all()
 
     def _weights(self, worker: int, item: int, need: int) -> Tensor:
-        """Once ``need`` steps are done; asynchronous, once the worker's own push is in and few enough others compute.
+        """The weights, once ``need`` steps are done; asynchronously, also once the worker's own push is applied and few
+        enough others are computing.
 
-        ``item`` below 0: not to train with them.
+        ``item`` below 0: the weights are not for training.
         """
         with self.changed:
             trains = item >= 0 and not self.sync

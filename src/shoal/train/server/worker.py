@@ -41,7 +41,7 @@ class ServerWorker:
         links: Sequence[ServerLink],
         announce: Announce = unheard,
     ) -> None:
-        """``mesh`` has this worker alone; ``job`` is that of all workers."""
+        """``mesh`` has only this worker; ``job`` is that of all workers."""
         config, recipe = job.config, job.config.recipe
         self.job, self.run, self.mesh, self.links, self.announce = job, run, mesh, links, announce
         self.workers = job.layout.world
@@ -57,7 +57,7 @@ class ServerWorker:
             fp8=float8_scaling(recipe),
         )
         self.pieces = self.placed.gradients.pieces
-        # It never updates, so it never has states.
+        # Never updates, so it never has states.
         idle = torch.optim.SGD([piece.tensor for piece in self.pieces], lr=0.0)
         self.step = Step(self.placed, idle, recipe, mesh, LossScale())
         held = [piece.held for piece in self.pieces]
@@ -90,7 +90,7 @@ class ServerWorker:
         self.announce(COMMIT, step)
         flat = torch.cat([gradient(piece).reshape(-1) for piece in self.pieces]).to("cpu", self.reduce)
         shares = flat.split(self.shares)
-        # The first server last: when it has a push, all others have.
+        # The first server last: when it has a push, all others have it too.
         for server in reversed(range(len(self.links))):
             link = self.links[server]
             link.tell(wire.PUSH, item, targets, loss, norm)
@@ -98,7 +98,7 @@ class ServerWorker:
             link.hear()
 
     def _pull(self, item: int, need: int) -> None:
-        """In the order of servers: where they let in only so many, two workers must not wait for each other."""
+        """Pull in server order: servers admit only so many workers, and two workers must not wait for each other."""
         pulled = []
         for link, share in zip(self.links, self.shares, strict=True):
             link.tell(wire.PULL, item, 0, 0, 0, need)

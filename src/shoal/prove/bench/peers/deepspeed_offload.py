@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-Offload and ZeRO-Infinity, as the layout's ``offload`` says; its own AdamW for the host's cores."""
+"""DeepSpeed's ZeRO-Offload and ZeRO-Infinity, according to the layout's ``offload``; with its own CPU AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
 
 
 def zero(setup: PeerSetup) -> dict[str, Any]:
-    """Its stage 2 keeps weights on the device; what else it offloads takes stage 3."""
+    """Its stage 2 keeps weights on the device; offloading more requires stage 3."""
     optimizer, params = (waiting(setup.job.layout.offload, what) for what in ("optimizer", "params"))
     assert optimizer is not None
     given = setup.job.config.offload.scratch
@@ -31,7 +31,7 @@ def zero(setup: PeerSetup) -> dict[str, Any]:
     found: dict[str, Any] = {"stage": 2 if params is None and not optimizer.nvme else 3}
     found["offload_optimizer"] = where(optimizer.nvme)
     if optimizer.nvme:
-        # Both off by default: it would wait for each.
+        # Both are off by default: it would wait for each.
         found["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True}
     if params is not None:
         model = setup.job.model

@@ -1,4 +1,4 @@
-"""DeepSpeed with the ZeRO stage that the layout names; everything that is not told here at its default."""
+"""DeepSpeed with the ZeRO stage that the layout names; everything not set here at its default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.prove.bench.setup import PeerSetup, mean_loss, mean_over_ranks
 
 
 def train(setup: PeerSetup, journal: Journal) -> None:
-    # Of one rank nothing is sharded.
+    # A single rank shards nothing.
     stage = setup.job.layout.zero if setup.world > 1 else 0
     train_with(setup, journal, {"stage": stage}, lambda model: setup.adamw(model.parameters()))
 
@@ -26,10 +26,10 @@ def train_with(
     zero: dict[str, Any],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    """``zero``: what DeepSpeed's configuration says of it."""
+    """``zero``: the ZeRO section of DeepSpeed's configuration."""
     if setup.device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
-    os.environ.setdefault("LOCAL_RANK", "0")  # of one rank, which has no launcher to say so
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read on import
+    os.environ.setdefault("LOCAL_RANK", "0")  # for a single rank, which has no launcher to set it
     import deepspeed
 
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Data parallelism on plain PyTorch: DistributedDataParallel, gradients summed in the last micro-batch only."""
+"""Data parallelism on plain PyTorch: DistributedDataParallel, gradients reduced in the last micro-batch only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch on one device, as a first draft has it: eager, autocast, all logits at once, fused AdamW."""
+"""Plain PyTorch on one device, as in a first draft: eager, autocast, all logits at once, fused AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism on plain PyTorch: a stage a rank and `Schedule1F1B`."""
+"""Pipeline parallelism on plain PyTorch: one stage per rank and `Schedule1F1B`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
 
 
 def keep_stage(model: PlainDecoder, setup: PeerSetup) -> PlainDecoder:
-    """What a stage has of the whole model, cut where Shoal cuts its own: where stages cost about the same."""
+    """Keep a stage's part of the model, cut where Shoal cuts its own: so that stages cost about the same."""
     rank, world = setup.mesh.rank, setup.world
     mine = cut(setup.model, world, setup.recipe.seq)[rank].layers
     model.layers = model.layers[mine.start : mine.stop]
@@ -51,7 +51,7 @@ def keep_stage(model: PlainDecoder, setup: PeerSetup) -> PlainDecoder:
 
 
 def clip(model: nn.Module, limit: float) -> None:
-    """By the norm of all stages' gradients."""
+    """Clip by the norm of all stages' gradients."""
     if limit:
         parameters = list(model.parameters())
         gradients = [one.grad for one in parameters if one.grad is not None]

@@ -1,5 +1,6 @@
-"""Plain PyTorch on one device, as a careful hand writes it: blocks compiled on a GPU, bf16 weights beside fp32 masters,
-a loss that never holds all logits, fused AdamW. Public torch only: no kernel of its own."""
+"""Plain PyTorch on one device, carefully written: blocks compiled on a GPU, bf16 weights with fp32 master weights, a
+loss that never holds all logits, fused AdamW. Public torch only, without custom kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from shoal.prove.bench.journal import Journal
 from shoal.prove.bench.plain_decoder import PlainDecoder
 from shoal.prove.bench.setup import PeerSetup
 
-# Tokens whose logits are held at once.
+# Tokens whose logits exist at the same time.
 CHUNK = 4096
 
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -42,7 +43,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
 
 
 class MasterWeights:
-    """fp32 weights and moments at rest; the network computes with copies in its own precision."""
+    """fp32 master weights and moments; the network computes with copies in its own precision."""
 
     def __init__(self, decoder: PlainDecoder, setup: PeerSetup) -> None:
         self._masters = [nn.Parameter(one.detach().clone()) for one in decoder.parameters()]
@@ -64,7 +65,7 @@ class MasterWeights:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and mean cross-entropy of hidden [T, h]: gradients are made chunk by chunk in the forward pass."""
+    """Head and mean cross-entropy of hidden [T, h]: gradients are computed chunk by chunk in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, gradient: Gradient) -> Tensor:

@@ -22,7 +22,7 @@ from shoal.prove.bench.setup import PeerSetup, mean_loss
 def train(setup: PeerSetup, journal: Journal) -> None:
     model = setup.decoder()
     split(model, init_device_mesh(setup.device.type, (setup.world,)))
-    if setup.model.tied:  # splitting has given each of the two a parameter of its own
+    if setup.model.tied:  # splitting has given each of the two its own parameter
         model.tie()
     setup.compile_blocks(model.layers)
     optimizer = setup.adamw(model.parameters())
@@ -42,7 +42,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
 
 
 def split(model: PlainDecoder, mesh: DeviceMesh) -> None:
-    """Between the blocks the sequence is split, within attention and MLP the heads and the features are."""
+    """Split the sequence between blocks, and heads and features inside attention and MLP."""
     parallelize_module(
         model,
         mesh,

@@ -1,4 +1,4 @@
-"""Shoal: the loop of `shoal train` with its meter, guards and defaults, given its batches when its turn has come."""
+"""Shoal: the loop of `shoal train` with its meter, guards and defaults, given its batches when it is its turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         run.path.mkdir(mode=0o700)
         run.write_start(job, {}, describe_plan(job))
     mesh.hosts.wait_for_first_rank()
-    # A rank of a real run also writes down its collectives, for the launcher to see who waits for whom.
+    # A rank of a real run also records its collectives, so that the launcher can see which rank waits for which.
     with (
         FlightRecorder(run.flight(mesh.rank)) as flight,
         recording(flight, mesh.names) if job.config.fault.stall else nullcontext(),

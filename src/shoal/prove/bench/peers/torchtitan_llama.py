@@ -1,7 +1,7 @@
 """torchtitan's own Llama, loss and block-wise compilation (its 0.2 series), in a plain loop with autocast.
 
-Its trainer makes its own process group, tokenizer and data loader from a job file and cannot be given another's rows.
-The parts that a step spends its time in can be taken out, at least of 0.2: they are what is measured here.
+Its trainer builds its own process group, tokenizer and data loader from a job file and cannot use external rows. The
+parts in which a step spends its time can be taken out, at least in 0.2; those are measured here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def build(setup: PeerSetup) -> Any:
         n_heads=shape.heads,
         n_kv_heads=shape.kv_heads,
         vocab_size=shape.vocab,
-        # Its MLP is as wide as the next multiple of this above 8/3 of the hidden width, times the multiplier.
+        # Its MLP width is the next multiple of this above 8/3 of the hidden width, times the multiplier.
         multiple_of=shape.ffn,
         ffn_dim_multiplier=1.5 * shape.ffn / (4 * shape.hidden) * 0.9,
         norm_eps=shape.norm_eps,
@@ -103,7 +103,7 @@ def build(setup: PeerSetup) -> Any:
 
 @torch.no_grad()
 def fill(model: nn.Module, setup: PeerSetup) -> None:
-    """The weights that every peer begins with, under torchtitan's names and in its order of rotating pairs."""
+    """Load the initial weights that all peers share, under torchtitan's names and in its order of rotary pairs."""
     theirs = dict(model.named_parameters())
     for parameter in llama_parameters(setup.model):
         value = torch.empty(parameter.shape, dtype=setup.states, device=setup.device)
@@ -122,6 +122,6 @@ def renamed(name: str) -> str:
 
 
 def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of a head from pairs (i, i + half), as Hugging Face has them, to neighbours (2i, 2i + 1)."""
+    """Reorder a head's rows from pairs (i, i + half), as in Hugging Face, to neighbours (2i, 2i + 1)."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)

@@ -20,8 +20,8 @@ from shoal.models.initial import Slice
 from shoal.prove.bench.journal import Journal
 from shoal.prove.bench.setup import PeerSetup, mean_over_ranks
 
-# Of an expert's tensor in a file: which half of the stacked gate_up_proj of a layer's experts it is, and if none, it is
-# one of the stacked down_proj. From transformers 5 on a network has them stacked, files don't.
+# Matches an expert's tensor in a file, and whether it is one half of the stacked gate_up_proj; if neither, it belongs
+# to the stacked down_proj. From transformers 5 on, networks stack experts, but files do not.
 ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
 HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
@@ -45,7 +45,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         total = torch.zeros((), device=setup.device)
         for batch in batches:
             with accelerator.accumulate(model):
-                # Its own loss shifts the labels by one; ours are shifted already.
+                # Its own loss shifts the labels by one; ours are already shifted.
                 loss = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and setup.recipe.clip:
@@ -57,7 +57,9 @@ def train(setup: PeerSetup, journal: Journal) -> None:
 
 
 def build(setup: PeerSetup) -> Any:
-    """The model class that its config.json names. Made in its dtype: casting it later would round rotary tables too."""
+    """Build the model class that config.json names, directly in its dtype: casting it later would round rotary
+    tables too.
+    """
     settings = write_config(setup.model)
     config = transformers.AutoConfig.for_model(**{**settings, "use_cache": False})
     with torch.device(setup.device):
@@ -68,7 +70,7 @@ def build(setup: PeerSetup) -> Any:
 
 
 def layers(network: Any) -> nn.ModuleList:
-    """The blocks, whatever a family calls them."""
+    """The blocks, under whatever name a family gives them."""
     found: nn.ModuleList = next(
         one for one in network.base_model.children() if isinstance(one, nn.ModuleList)
     )
@@ -77,7 +79,7 @@ def layers(network: Any) -> nn.ModuleList:
 
 @torch.no_grad()
 def fill(network: Any, setup: PeerSetup) -> None:
-    """The weights that every peer begins with, under this family's names."""
+    """Load the initial weights that all peers share, under this family's names."""
     shapes = {parameter.name: parameter.shape for parameter in llama_parameters(setup.model)}
     theirs = dict(network.named_parameters())
     for view in views(setup.model):
@@ -90,7 +92,7 @@ def fill(network: Any, setup: PeerSetup) -> None:
 
 
 def _whole(theirs: dict[str, Any], view: View) -> Tensor:
-    """What a network has in place of a tensor of its files."""
+    """The network's tensor for a tensor of its files."""
     name = view.tensor.replace(".block_sparse_moe.", ".mlp.")
     expert = ONE_EXPERT.fullmatch(name)
     if expert is None:
