@@ -43,11 +43,11 @@ def run(
     bucket_mb: float = 25.0,
     timeout: float = 600.0,
 ) -> Run:
-    """Join the ranks of a run; the result is used in a ``with`` statement.
+    """Join the ranks of a run. Use the result in a ``with`` statement.
 
-    ``layout``: as the command line has it, ``fsdp=4`` or ``fsdp=2,zero=1``; ``auto`` is decided by the model's size.
-    ``batch``: rows of a step over all ranks, if no loader says so. ``clip``: the largest norm of gradients, None for
-    any. ``dir``: the run directory; what was saved there is continued by ``prepare``. ``timeout``: seconds before a
+    ``layout``: as on the command line, ``fsdp=4`` or ``fsdp=2,zero=1``; the model's size decides ``auto``.
+    ``batch``: rows per step over all ranks, if no loader says so. ``clip``: the largest gradient norm, None for no
+    limit. ``dir``: the run directory; ``prepare`` resumes what was saved there. ``timeout``: seconds before a
     collective gives up.
     """
     wanted = _parsed(layout or os.environ.get(LAYOUT, "auto"))
@@ -92,10 +92,10 @@ def launch(
     timeout: float = LONGEST,
     **options: Any,
 ) -> list[Any]:
-    """Start the ranks of a layout on this machine; each calls ``fn``. Returns what it returned, in order of rank.
+    """Start the ranks of a layout on this machine; each calls ``fn``. Returns their results, in rank order.
 
-    ``fn`` is given the run, with ``options`` as ``shoal.run`` has them, and then ``arguments``; without any parameter
-    it is given nothing, and its own ``shoal.run()`` has this layout. ``timeout``: seconds for all of it.
+    ``fn`` gets the run, opened with ``options`` as for ``shoal.run``, and then ``arguments``. If it takes no
+    parameter it gets nothing, and its own ``shoal.run()`` has this layout. ``timeout``: seconds for the whole call.
     """
     wanted = _parsed(layout) or Layout(dp=max(1, torch.cuda.device_count()))
     known = set(inspect.signature(run).parameters) - {"layout"}

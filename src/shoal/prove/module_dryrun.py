@@ -54,9 +54,9 @@ def dryrun(
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> ModuleDryRun:
-    """The second step of one rank: after the first, the optimizer's states and FSDP's buffers are there.
+    """Run the second step of one rank: the first creates the optimizer's states and FSDP's buffers.
 
-    ``build()`` is called where tensors take no memory. ``batch``: of a whole step. ``options``: those of
+    ``build()`` is called where tensors take no memory. ``batch``: that of a whole step. ``options``: those of
     ``run.prepare``, such as ``plan``.
     """
     wanted = layout if isinstance(layout, Layout) else Layout.parse(layout)

@@ -67,12 +67,13 @@ def parity(
     timeout: float = 600.0,
     **options: Any,
 ) -> list[ModuleVerdict]:
-    """Train ``build()`` for a step with each of ``batches`` in every layout, and on one process; compare them.
+    """Train ``build()`` in every layout and on one process, one step with each of ``batches``, and compare them.
 
-    ``layouts``: as the command has them, "tp=2;fsdp=2". ``optimizer``: of parameters; torch's AdamW would make a step
-    of a gradient that is nothing but rounding. ``batches``: of whole steps; floats in them and in the model
-    become fp64. ``options``: those of ``run.prepare``, such as ``plan``. Modules that compute in fp32 whatever their
-    weights are, as some norms of ``transformers`` do, agree to 1e-6 at best: say so with ``tolerance``.
+    ``layouts``: as on the command line, "tp=2;fsdp=2". ``optimizer``: takes the parameters; torch's AdamW would
+    turn a gradient that is nothing but rounding into a full step. ``batches``: of whole steps; floats in them and
+    in the model become fp64. ``options``: those of ``run.prepare``, such as ``plan``. Modules that compute in fp32
+    whatever their weights are, like some norms of ``transformers``, agree to 1e-6 at best: set ``tolerance`` for
+    them.
     """
     asked = layouts.split(";") if isinstance(layouts, str) else layouts
     wanted = [one if isinstance(one, Layout) else Layout.parse(one) for one in asked]

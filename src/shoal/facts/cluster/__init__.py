@@ -10,7 +10,7 @@ MOST_DEVICES = 10_000_000
 
 
 class Cluster(Hardware):
-    """Devices of one kind in equal nodes. Of the links, in one direction, the fast one is a device's."""
+    """Devices of one kind in equal nodes. Link rates are in one direction; the fast link's is per device."""
 
     name: str  # as the user wrote it
     device: Device
@@ -38,7 +38,7 @@ class Cluster(Hardware):
 
     @property
     def apart(self) -> int | None:
-        """The same where some do not; None where all do."""
+        """The same if some devices need the network; None if none does."""
         return self.domain if self.domain < self.devices else None
 
     def __str__(self) -> str:

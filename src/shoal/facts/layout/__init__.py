@@ -59,10 +59,10 @@ class Offload(BaseModel):
 
 
 class Layout(BaseModel):
-    """Degrees and policies; unset degrees are 1. Fields stand in the order in which a layout is printed.
+    """Degrees and policies; unset degrees are 1. Fields are in the order in which a layout is printed.
 
-    A policy whose group has one member does nothing, so it is brought to its default here: two layouts that
-    place the work alike are equal, hash alike and print alike.
+    A policy whose group has one member does nothing, so it is reset to its default here: two layouts that place the
+    work alike are equal, hash alike and print alike.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -147,7 +147,7 @@ class Layout(BaseModel):
         return self.world == 1 and self.accumulation(batch) == 1
 
     def positions(self, batch: int, data_rank: int) -> list[range]:
-        """A data rank's places in the global batch, one range a micro-batch."""
+        """A data rank's positions in the global batch, one range per micro-batch."""
         micro, count = self.micro_batch(batch), self.accumulation(batch)
         first = data_rank * count
         return [range(one * micro, (one + 1) * micro) for one in range(first, first + count)]

@@ -65,7 +65,7 @@ class JoinedRanks:
 
 
 class Run:
-    """Made by ``shoal.run``. All ranks are to make the same calls in the same order."""
+    """Made by ``shoal.run``. All ranks must make the same calls in the same order."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class Run:
         shuffle: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """Place a model, and let its optimizer and its data follow. Returns what it was given, in the same order.
+        """Place a model, and adapt its optimizer and data to it. Returns what it was given, in the same order.
 
         ``data``: a ``DataLoader``, whose ``batch_size`` is the step's over all ranks, or a dataset. ``wrap``: the
-        model's blocks, where they are not to be found by themselves. ``plan``: how tensor ranks split its layers, where
-        the model has no ``tp_plan``. ``shuffle``, ``collate``: of a dataset.
+        model's blocks, where Shoal cannot find them. ``plan``: how tensor ranks split its layers, where the model
+        has no ``tp_plan``. ``shuffle``, ``collate``: for a dataset.
         """
         if self.placed is not None:
             raise BadInput("a run has one model, and it is prepared already", ONE_MODEL)
@@ -216,7 +216,8 @@ class Run:
         return given[0] if len(given) == 1 else tuple(given)
 
     def steps(self, loader: Any, total: int | None = None) -> Iterator[Any]:
-        """A batch for each step, on the device: this rank's rows. One epoch; with ``total``, as many steps in all."""
+        """A batch for each step, on the device: this rank's rows. One epoch; with ``total``, that many steps in
+        all."""
         if not isinstance(loader, StepLoader):
             loader = self._loader(loader, False, None)
         while total is None or self.done < total:
@@ -242,7 +243,7 @@ class Run:
     def step(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> Tensor:
         """Forward, backward, clip, update; returns the mean loss over all targets of the step, on all ranks.
 
-        ``loss(model, batch)``: one's own, a mean over rows or a sum and its number of targets.
+        ``loss(model, batch)``: your own, which returns a mean over rows, or a sum and its number of targets.
         """
         placed = self._of(model)
         if self._passes:
@@ -264,7 +265,7 @@ class Run:
     def evaluate(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> float:
         """The mean loss over all targets of a batch, on all ranks; ``loss`` as in ``step``. Nothing is trained.
 
-        Dropout is on where the model is in training mode: ``model.eval()`` before, ``model.train()`` after.
+        Dropout is on while the model is in training mode: call ``model.eval()`` before, ``model.train()`` after.
         """
         placed = self._of(model)
         if self._passes:
@@ -281,11 +282,11 @@ class Run:
         return total / count if count else math.nan
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None, *, last: bool = False) -> None:
-        """The gradients of one micro-batch, on top of those before it.
+        """Add the gradients of one micro-batch to those before it.
 
-        ``loss`` is a sum over ``count`` targets: the step divides by those of all micro-batches and ranks. Without
-        ``count`` it is a mean, and every micro-batch weighs the same. ``last``: none follows in this step, so that
-        gradients can travel while the rest is computed.
+        ``loss`` is a sum over ``count`` targets; the step divides by the counts of all micro-batches and ranks.
+        Without ``count`` it is a mean, and every micro-batch weighs the same. ``last``: no other follows in this
+        step, so gradients are sent while the rest is computed.
         """
         placed = self._placed()
         if placed.executor is not None:
@@ -334,7 +335,7 @@ class Run:
     def save(self, dir: str | Path | None = None) -> Path:
         """Commit the state after the last step: every rank writes its share. Any layout continues from it.
 
-        ``dir``: another run directory than the run's own.
+        ``dir``: a run directory other than the run's own.
         """
         if self.state is None:
             raise BadInput("there is no model to save", "run.prepare(model, optimizer, dataset) first")
@@ -348,10 +349,10 @@ class Run:
         return place.at(self.done)
 
     def export(self, dir: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> Path:
-        """Write the model as a directory that ``transformers`` loads; of a plain module, its weights as safetensors.
+        """Write a directory that ``transformers`` loads; for a plain module, its weights as safetensors.
 
-        Of a PEFT model, its adapters. From the commit of the last step, which is made where there is none.
-        ``tokenizer``: is saved beside it. ``dtype``: of the weights, None for their own.
+        For a PEFT model, its adapters. Reads the commit of the last step, and makes it if there is none.
+        ``tokenizer``: saved beside the model. ``dtype``: of the weights, None to keep their own.
         """
         check_tokenizer(tokenizer)
         module, into = self._placed().module, Path(dir)
@@ -376,7 +377,7 @@ class Run:
         return into
 
     def mean(self, total: float | Tensor, count: float | Tensor = 1) -> float:
-        """Of a measurement on all data ranks: the sum of all totals over the sum of all counts."""
+        """Average a measurement over all data ranks: the sum of all totals over the sum of all counts."""
         mine = [float(total), float(count)] if self.mesh.first_of_replica else [0.0, 0.0]
         totals, counts = self.mesh.hosts.sum_floats(mine)
         return totals / counts if counts else math.nan
