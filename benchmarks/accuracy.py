@@ -77,13 +77,14 @@ def page() -> str:
 INTRODUCTION = (
     "# How wrong the planner is",
     "",
-    "Written by `python benchmarks/accuracy.py --write`; a test holds it to the code. `shoal bench plan --runs",
-    "benchmarks/data/published_runs.csv` prints every row. An error is predicted over measured, less one.",
+    "This page compares the planner's predictions with published runs and with our own measurements. An error is",
+    "predicted over measured, less one. `python benchmarks/accuracy.py --write` writes the page, and a test holds it",
+    "to the code. `shoal bench plan --runs benchmarks/data/published_runs.csv` prints every row.",
     "",
-    "Constants belong to device kinds and links (`facts/calibration/`) and mean something physical. Three properties",
-    "of each software stack (`facts/cluster/stack.py`: host, fusion, overlap) say what differs between stacks. "
-    "All were fitted",
-    "by `benchmarks/fit_planner.py` on every fifth row of four sources; what follows is about the others.",
+    "Constants belong to kinds of devices and links (`facts/calibration/`) and have a physical meaning. Three",
+    "properties of each software stack (`facts/cluster/stack.py`: host, fusion, overlap) describe how stacks differ.",
+    "`benchmarks/fit_planner.py` fitted all of them on every fifth row of four sources; the tables below are about",
+    "the other rows.",
     "",
 )
 
@@ -95,7 +96,7 @@ def _errors(rows: Iterable[AccuracyRow]) -> tuple[int, float, float, float]:
 
 
 def _sources(rows: list[AccuracyRow], chosen: set[str]) -> Iterator[str]:
-    yield "| source | rows | mean error | wanted | bias | worst | judged to fit |"
+    yield "| source | rows | mean error | target | bias | worst | judged to fit |"
     yield "|---|---|---|---|---|---|---|"
     for source in dict.fromkeys(row.source for row in rows):
         mine = [row for row in rows if row.source == source and row.id not in chosen]
@@ -108,10 +109,10 @@ def _sources(rows: list[AccuracyRow], chosen: set[str]) -> Iterator[str]:
 
 def _compared(off: list[float]) -> Iterator[str]:
     yield from prose(
-        f"Advice compares layouts. Of {len(off):,} pairs that one source ran of one model with one batch on as many",
+        f"Advice compares layouts. Over {len(off):,} pairs of rows with the same source, model, batch and number of",
         f"devices, the ratio of the predictions is off by {fmean(off):.0%} on average and by {median(off):.0%} at the",
-        "median: errors of a model and a device cancel, those of axes and policies do not. The planner gives up no",
-        "more than that for a simpler layout (`WIDEST` of `plan/judge.py`).",
+        "median. Errors of a model and a device cancel; those of axes and policies do not. The planner gives up at",
+        "most that much speed for a simpler layout (`WIDEST` of `plan/judge.py`).",
     )
 
 
@@ -127,29 +128,28 @@ def _scatter(rows: list[AccuracyRow], chosen: set[str], layouts: dict[str, Workl
     yield "**What is off, and why.**"
     yield ""
     yield from prose(
-        f"- vtrain-multi: {count} rows with `tp=2` or `tp=4` of models up to {SLOW_WIDTHS} wide ran slower than",
-        f"predicted, by {off:.0%} on average ({leaning:+.0%}). Part of it was the network: their nodes have",
-        "800 Gb/s, and replicas with several ranks in each of many nodes show a quarter of that, those with one rank",
-        "in each all of it (`FABRICS` of `plan/published_runs.py`; the paper does not say why, a spine with fewer",
-        "links would do it). The rest follows no pattern of micro-batch, depth or replicas that we found:",
-        "`tp=4,pp=16` is as predicted at micro-batches of 2 and 3 and 15 to 23 % slower at 6 and 12, `tp=4,pp=8` the",
-        "other way round; five rows of `tp=2` take up to 1.6 times as long as with `tp=1` or `tp=8`.",
+        f"- **vtrain-multi**: {count} rows with `tp=2` or `tp=4` of models up to {SLOW_WIDTHS} wide ran slower than",
+        f"predicted, by {off:.0%} on average ({leaning:+.0%}). The network explains part of it: the nodes have",
+        "800 Gb/s, but replicas with several ranks in each of many nodes reach a quarter of that, and those with one",
+        "rank in each reach all of it (`FABRICS` of `plan/published_runs.py`; the paper does not say why, but a spine",
+        "with fewer links would explain it). We found no pattern of micro-batch, depth or replicas in the rest:",
+        "`tp=4,pp=16` is as predicted at micro-batches of 2 and 3 and 15 to 23 % slower at 6 and 12, `tp=4,pp=8` is",
+        "the reverse, and five rows of `tp=2` take up to 1.6 times as long as with `tp=1` or `tp=8`.",
         f"The other rows are within {mean:.1%} ({bias:+.1%}).",
     )
     yield from prose(
-        "- vtrain-single: its small models wait for the host at micro-batches of 1 and 2. Single",
-        "combinations of width,",
-        "`tp` and micro-batch lie up to 30 % off their neighbours (`tp=8` at 1 above, `tp=4` at 2 below); a smooth",
-        "model cannot follow them.",
+        "- **vtrain-single**: its small models are host-bound at micro-batches of 1 and 2. Single combinations of",
+        "width, `tp` and micro-batch are up to 30 % off their neighbours (`tp=8` at 1 above, `tp=4` at 2 below); a",
+        "smooth model cannot follow them.",
     )
     yield from prose(
-        "- megatron-sc21: micro-batch and virtual stages are not in the table; the planner's own choice is faster than",
-        "what was run.",
+        "- **megatron-sc21**: the table does not give micro-batch and virtual stages, and the planner's own choice is",
+        "faster than what was run.",
     )
     yield from prose(
-        "- torchtitan's compiled qwen3-32b ran faster than its eager runs and the 8B ones suggest; its eager runs with",
-        "`tp=8` slower, of which a copy of what is gathered along the sequence explains a third. The network of its",
-        "A100 nodes is not published; 400 Gb/s is assumed.",
+        "- **torchtitan**: its compiled qwen3-32b ran faster than its eager runs and the 8B ones suggest. Its eager",
+        "runs with `tp=8` were slower; a copy of the activations gathered along the sequence explains a third of that.",
+        "The network of its A100 nodes is not published; we assume 400 Gb/s.",
     )
 
 
@@ -161,10 +161,9 @@ def _cross_validated() -> Iterator[str]:
         yield f"| {row['left_out']} | {row['source']} | {row['rows']} | {row['mean']:.1%} | {row['bias']:+.1%} |"
     yield ""
     yield from prose(
-        "Without vtrain-single nothing tells how long the host of that stack takes: its other rows are",
-        "models too large",
-        "to wait for it. Few of torchtitan's rows are fitted, most of those are 4096 wide. Recorded with the links as",
-        "they were priced before adapters were a cluster's.",
+        "Without vtrain-single, no row shows the host time of that stack, because the models of its other rows are too",
+        "large to be host-bound. Few of torchtitan's rows are fitted, and most of those are 4096 wide. The table was",
+        "recorded before network adapters became part of a cluster, with the link prices of that time.",
     )
 
 
@@ -184,18 +183,19 @@ def _memory(rows: list[AccuracyRow]) -> Iterator[str]:
     yield ""
     within = sum(error <= 0.05 for error in errors)
     yield from prose(
-        f"Mean {sum(errors) / len(errors):.1%}; {within} of {len(errors)} within 5 %. The three rows of issue #165 are",
-        "from spring 2024, before what FSDP2 keeps was settled; the compiled qwen3-32b also compiles its loss, we",
-        "believe. Of a hand-written Llama's steps on an H200, 24 rows that a stack describes are held to 2 % of peak",
-        "allocated by `tests/predict/test_h200.py`. Out-of-memory rows: none is in the table.",
+        f"The mean error is {sum(errors) / len(errors):.1%}; {within} of {len(errors)} rows are within 5 %. The three",
+        "rows of issue #165 are from spring 2024, before it was settled what FSDP2 keeps. We believe that the compiled",
+        "qwen3-32b also compiles its loss. The table has no out-of-memory rows. `tests/predict/test_h200.py` holds 24",
+        "rows of a hand-written Llama on an H200, those that a stack describes, to 2 % of peak allocated memory.",
     )
 
 
 def _evidence() -> Iterator[str]:
     yield from prose(
-        "Published rows with it. What is not listed has none (`cp`, `ep`, offload, `zb`, `zbv`, `dualpipev`, LoRA,",
-        "fp8): a plan that uses it says so. An error bar is that of the nearest kind of rows below, wider by",
-        f"{measured_kinds.APART:.0%} for each step away from it (`plan/measured_kinds.py`).",
+        "The table counts the published rows that use each axis or policy. What is not listed has none (`cp`, `ep`,",
+        "offload, `zb`, `zbv`, `dualpipev`, LoRA, fp8), and a plan that uses it says so. A plan's error bar is that of",
+        f"the nearest kind of rows in the second table, wider by {measured_kinds.APART:.0%} for each step away from it",
+        "(`plan/measured_kinds.py`).",
     )
     yield ""
     yield "| axis or policy | rows |"
@@ -236,9 +236,8 @@ def _constants() -> Iterator[str]:
         yield f"| {one.name} | {one.host:.2e} | {one.fusion:.2f} | {one.overlap:.2f} | {rows} |"
     yield ""
     yield from prose(
-        f"Fitted rows: every fifth of {', '.join(FITTED)}. `shoal`'s overlap was not measured: several",
-        "GPUs were not at",
-        "hand.",
+        f"Fitted rows: every fifth of {', '.join(FITTED)}. `shoal`'s overlap was not measured, because we did not have",
+        "several GPUs.",
     )
 
 

@@ -173,20 +173,20 @@ def section() -> Iterator[str]:
     yield "### Six families, eager and compiled"
     yield ""
     yield from prose(
-        "Models that nothing was fitted on. Chosen, and predicted, before any of them was measured: *blind* is the",
-        f"error of that prediction (tree {_trees(families)}), *now* that of today's, which knows them. In the row",
-        "of 16,384 tokens the engine kept a second copy of attention's result in every layer; it no longer does, which",
-        "was not measured again.",
+        "No constant was fitted on these models. We chose and predicted the cases before we measured any of them:",
+        f"*blind* is the error of that prediction (commit {_trees(families)}), *now* the error of today's, which knows",
+        "them. In the row of 16,384 tokens, the engine kept a second copy of attention's result in every layer; it no",
+        "longer does, and that row was not measured again.",
     )
     yield from _families(families)
     yield ""
     yield "### Other cases of the same families"
     yield ""
     yield from prose(
-        "What was wrong with the predictions above is mended: products of compiled blocks are priced at the power",
-        "limit, windows at flash's rate, fp32 by its own, compiled dropout by its hashes; and, since the first row",
-        "showed it, steps as they are issued, one behind the other. These were chosen, and predicted",
-        f"(trees {_trees(fresh)}), afterwards, and before any of them was measured.",
+        "We then fixed the predictions: matmuls of compiled blocks are priced at the power limit, windows at flash's",
+        "rate, fp32 at its own, compiled dropout by its hashes. The first row below showed one more error: steps are",
+        "now priced as they are issued, one behind the other. We chose and predicted these cases after the fixes",
+        f"(commits {_trees(fresh)}), before we measured any of them.",
     )
     yield from _families(fresh)
     yield ""
@@ -194,8 +194,8 @@ def section() -> Iterator[str]:
         yield "### Other widths"
         yield ""
         yield from prose(
-            "Of widths that nothing was measured of before, chosen and predicted on a machine without a GPU",
-            f"(tree {_trees(unseen)}).",
+            "Nothing of these widths was measured before. The cases were chosen and predicted on a machine without a",
+            f"GPU (commit {_trees(unseen)}).",
         )
         yield from _families(unseen)
         yield ""
@@ -215,22 +215,30 @@ def _circumstances(calibration: Measurements) -> Iterator[str]:
     trees = ", ".join(sorted({f"`{row['commit']}`, torch {row['torch']}" for row in found}))
     products = sum(map(len, calibration.products.values()))
     yield from prose(
-        f"`benchmarks/predicted.py` on one H200 ({trees}; rows in `results/predicted.jsonl`): training's own step on",
-        "random tokens; peak allocated bytes of the third and fourth step, and the median of at least five steps after",
-        "two seconds of others; blocks eager where nothing else is said. Times are predicted with",
-        "`data/calibration/H200.json`, which",
-        "`shoal profile --calibrate` wrote on a machine of that kind two days before, with an older engine's loss, in",
-        f"{calibration.seconds:.0f} s ([what is in it](calibration.md)).",
+        f"`benchmarks/predicted.py` measured these rows on one H200 ({trees}; rows in `results/predicted.jsonl`). It",
+        "runs training's own step on random tokens, and records peak allocated bytes of the third and fourth step and",
+        "the median time of at least five steps after two seconds of warm-up. Blocks are eager unless a row says",
+        "otherwise.",
     )
     yield ""
     yield from prose(
-        f"No constant was fitted to these rows. Peaks come from shapes and {WORKSPACE // 2**20} MiB of cuBLAS's",
-        "workspaces, a size that was seen before; times from kernels that were timed one by one, among whose",
-        f"{products} products are those of these two models' layers. The engine of these rows keeps working copies of",
-        "its weights and a loss without logits; what it holds was counted before the first of them was measured. One",
-        "thing was added since: what torch's allocator leaves with weights and states whose bytes are no whole MiB",
-        "(`predict/memory/unsplit.py`), which rows of GPT-2 XL showed. It follows from the allocator's rules, fits",
-        "nothing, and is next to nothing for the shapes of this table; for peaks they are a blind test.",
+        "Times are predicted with `data/calibration/H200.json`. `shoal profile --calibrate` wrote it in",
+        f"{calibration.seconds:.0f} s, two days earlier, on a machine of that kind and with an older engine's loss",
+        "([what is in it](calibration.md)).",
+    )
+    yield ""
+    yield from prose(
+        f"No constant was fitted to these rows. Peaks come from shapes, and from {WORKSPACE // 2**20} MiB of cuBLAS",
+        "workspaces, a size seen before. Times come from kernels that were timed one by one; their",
+        f"{products} matmuls include those of these two models' layers.",
+    )
+    yield ""
+    yield from prose(
+        "For peaks, the table is a blind test. The engine of these rows keeps working copies of its weights and a loss",
+        "without logits, and its memory was counted before the first row was measured. One thing was added since: what",
+        "torch's allocator leaves with weights and states whose bytes are no whole MiB",
+        "(`predict/memory/unsplit.py`), which rows of GPT-2 XL showed. That term follows from the allocator's rules,",
+        "fits nothing, and is almost zero for the shapes of this table.",
     )
 
 
@@ -314,7 +322,7 @@ def _families(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors]]) -> Iterator[str]:
-    yield "| | number | mean error | wanted | worst | wanted | bias |"
+    yield "| | number | mean error | target | worst | target | bias |"
     yield "|" + "---|" * 7
     for name, pairs, wanted in lines:
         found = summary(pairs)
@@ -326,7 +334,8 @@ def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors]]) -> Iterator[
 
 def _shared(found: Sequence[Row]) -> Iterator[str]:
     yield from prose(
-        "NCCL, two or four ranks: right for memory, not for time. Of each layout the rank with the largest error.",
+        "Two or four NCCL ranks share the GPU, which is valid for memory but not for time. The table shows each",
+        "layout's rank with the largest error.",
     )
     yield ""
     yield "| model | seq | batch | layout | states | ranks | rank | peak GiB | predicted | error |"
@@ -353,16 +362,16 @@ def _not_measured() -> Iterator[str]:
     listed_cases = (*ALONE, *SHARED, *BLIND, *both, *compiled(both))
     missing = [case for case in listed_cases if _name(asdict(case)) not in have]
     yield from prose(
-        "- Several GPUs: ranks of one layout shared one, so neither the time of a layout with more than one rank nor",
-        "a real link was measured.",
+        "- **Several GPUs.** All ranks of a layout shared one GPU, so neither the time of a layout with more than one",
+        "rank nor a real link was measured.",
     )
     yield from prose(
-        "- Real data: batches were on the device before the step. Padding and packed documents are in no row; neither",
-        f"is any model but {models}.",
+        "- **Real data.** Batches were on the device before the step. No row has padding or packed documents, or any",
+        f"model but {models}.",
     )
     if missing:
-        listed = "; ".join(_words(case) for case in missing)
-        yield from prose(f"- Cases that `benchmarks/predicted.py` lists and that have no row: {listed}.")
+        yield "- **Cases without a row** that `benchmarks/predicted.py` lists:"
+        yield from (f"  - {_words(case)}" for case in missing)
 
 
 def _words(case: Case) -> str:

@@ -105,7 +105,8 @@ def plan(
     curve: bool = False,
     **others: Any,
 ) -> PlanReport:
-    """What ``shoal plan`` says. ``others``: layout, lora, tokens, price, deadline, budget, and fields of a recipe."""
+    """The answer of ``shoal plan``. ``others``: layout, lora, tokens, price, deadline, budget, and fields of a
+    recipe."""
     return plan_report(plan_request(model, on, seq=seq, batch=batch, **others), top, curve)
 
 

@@ -28,7 +28,7 @@ class Prediction:
 def predict(
     model: str | Model, on: str | Cluster, layout: str | Layout, *, seq: int, batch: int, **recipe: Any
 ) -> Prediction:
-    """Memory ledger and time ledger; raises ``BadInput`` where the layout is not legal there."""
+    """Memory ledger and time ledger; raises ``BadInput`` if the layout is not legal there."""
     workload = Workload(
         presets.find(model) if isinstance(model, str) else model,
         notation.find(on) if isinstance(on, str) else on,

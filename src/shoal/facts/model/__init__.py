@@ -181,11 +181,11 @@ class Model(Shape):
 
     @property
     def score_scale(self) -> float:
-        """What the products of queries with keys are multiplied by."""
+        """The factor that products of queries and keys are multiplied by."""
         return float((self.query_width or self.head_dim) ** -0.5)
 
     def layer_window(self, layer: int) -> int | None:
-        """The attention window of one layer, or None where it sees everything."""
+        """The attention window of one layer, or None if it sees everything."""
         if self.window is None or (self.window_layers is not None and layer not in self.window_layers):
             return None
         return self.window
