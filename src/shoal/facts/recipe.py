@@ -1,4 +1,6 @@
-"""Recipe: what defines the mathematics of a run. Changing it makes another run; changing the layout does not."""
+"""The recipe: everything that defines the mathematics of a run. Changing it makes a different run; a layout does
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
-Scaling = Literal["tensorwise", "rowwise"]  # of operands in fp8
+Scaling = Literal["tensorwise", "rowwise"]  # granularity of fp8 scales
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*")
 
 
 def read_count(text: str) -> int:
-    """``15T``, ``1.5B``, ``300M``, ``10_000``: a whole number as people write it."""
+    """Parse a whole number as people write it: ``15T``, ``1.5B``, ``300M``, ``10_000``."""
     match = re.fullmatch(r"\s*([0-9][0-9_]{0,30}(?:\.[0-9]{1,30})?)\s*([kmbgt]?)\s*", text.lower())
-    # A fraction and not a float: a count of any size is exact.
+    # Fractions, unlike floats, are exact at any size.
     count = Fraction(match[1].replace("_", "")) * _SUFFIXES[match[2]] if match else None
     if count is None or count.denominator != 1:
         raise ValueError(f"{text!r} is not a whole count such as 15T, 300M or 10000")
@@ -35,7 +37,7 @@ def read_count(text: str) -> int:
 
 
 def write_count(count: int) -> str:
-    """The same count again, in T, B or M where two decimals are enough: ``15T``, ``1.5B``, ``10000``."""
+    """Format a count with T, B or M where two decimals are exact: ``15T``, ``1.5B``, ``10000``."""
     for suffix, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if count >= size and 100 * count % size == 0:
             return f"{count / size:.12g}{suffix}"
@@ -43,7 +45,7 @@ def write_count(count: int) -> str:
 
 
 def read_span(value: int | float | str, steps: int) -> int:
-    """A span of a run, in steps: ``100`` is 100 steps, ``"5%"`` and ``0.05`` are that share of the run."""
+    """Convert a part of the run to steps: ``100`` is 100 steps, ``"5%"`` and ``0.05`` are a share of the run."""
     return value if isinstance(value, int) else round(_share(value) * steps)
 
 
@@ -56,12 +58,12 @@ def _share(value: float | str) -> float:
     return float(match[1]) / 100
 
 
-# Steps or tokens of a run.
+# The most steps or tokens that a run may have.
 MOST = 10**18
 
 
 class RampStage(BaseModel):
-    """A smaller batch, until so many samples of the run have been used."""
+    """A smaller batch size, used until the run has consumed this many samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -70,7 +72,7 @@ class RampStage(BaseModel):
 
 
 class ParameterOptions(BaseModel):
-    """What is different for the parameters whose canonical names a pattern matches."""
+    """Overrides for parameters whose canonical names match a pattern."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -84,7 +86,9 @@ class ParameterOptions(BaseModel):
 
 
 class Recipe(BaseModel):
-    """Global batch, length, optimizer, schedule, precision, seed. Values of another type are refused, not converted."""
+    """Global batch, sequence length, optimizer, schedule, precision, seed. Values of a wrong type are rejected, not
+    coerced.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -100,7 +104,7 @@ class Recipe(BaseModel):
 
     batch_ramp: tuple[RampStage, ...] = Field(
         (),
-        strict=False,  # TOML and JSON have lists
+        strict=False,  # TOML and JSON give lists
         description="smaller batches first: a list of {batch, samples}, each until so many samples have been used",
     )
     epochs: float | None = Field(
@@ -239,13 +243,13 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _tokens_decide_steps(cls, given: object) -> object:
-        """``tokens`` is a way to say ``steps``."""
+        """Derive ``steps`` from ``tokens``."""
         if not isinstance(given, dict):
             return given
         try:
             tokens = cls._tokens_as_people_write_them(given.get("tokens"))
         except ValueError:
-            return given  # the field's own check finds the words for it
+            return given  # the field's own validator reports this
         seq, batch = (given.get(name, cls.model_fields[name].default) for name in ("seq", "batch"))
         if not (_counts(tokens) and _counts(seq) and _counts(batch)) or tokens > MOST:
             return given
@@ -282,7 +286,7 @@ class Recipe(BaseModel):
         return self.lr * (self.batch / self.lr_reference_batch if self.lr_reference_batch else 1.0)
 
     def options(self, name: str) -> ParameterOptions | None:
-        """Those of a parameter, by its canonical name: the first group that matches decides."""
+        """The overrides of a parameter, given its canonical name; the first matching group applies."""
         return next((group for group in self.groups if group.matches(name)), None)
 
     def frozen(self, name: str) -> bool:
@@ -296,7 +300,7 @@ class Recipe(BaseModel):
         return any(group.frozen for group in self.groups)
 
     def lr_share(self, name: str, dimensions: int) -> float:
-        """A parameter's learning rate as a share of ``lr``: the schedule is that of all."""
+        """A parameter's learning rate as a multiple of ``lr``; all parameters share the schedule."""
         options = self.options(name)
         if options is not None and options.lr is not None:
             return options.lr / self.lr
@@ -304,7 +308,7 @@ class Recipe(BaseModel):
         return self.adamw_lr / self.lr if by_adamw and self.adamw_lr is not None else 1.0
 
     def decay_of(self, name: str, dimensions: int) -> float:
-        """A parameter's weight decay: none for norms and biases, the vectors, unless a group says otherwise."""
+        """A parameter's weight decay; by default 0 for vectors (norms and biases), unless a group overrides it."""
         options = self.options(name)
         if options is not None and options.weight_decay is not None:
             return options.weight_decay
@@ -312,12 +316,14 @@ class Recipe(BaseModel):
 
     @property
     def rounds_by_chance(self) -> bool:
-        """Whether updates of weights are rounded stochastically: where weights are narrower than what computes them."""
+        """Whether weight updates are rounded stochastically: when weights are stored narrower than the update
+        computes.
+        """
         return self.states != "fp32" and self.precision != "fp64" and self.rounding == "stochastic"
 
     @property
     def blockwise(self) -> bool:
-        """Whether AdamW's moments are in 8 bits (``facts/blockwise.py``); fp64 keeps everything in fp64."""
+        """Whether AdamW keeps its moments in 8 bits (``facts/blockwise.py``); under fp64 everything stays fp64."""
         return self.states == "int8" and self.precision != "fp64"
 
     @property
@@ -330,12 +336,12 @@ class Recipe(BaseModel):
 
     @property
     def clock(self) -> SampleClock:
-        """How many samples each step uses."""
+        """How many samples each step consumes."""
         return SampleClock(self.batch, tuple((stage.batch, stage.samples) for stage in self.batch_ramp))
 
     @property
     def batch_unit(self) -> int:
-        """The largest number that divides the batches of all steps."""
+        """The largest number that divides the batch size of every step."""
         return math.gcd(self.batch, *(stage.batch for stage in self.batch_ramp))
 
     @property
@@ -344,7 +350,7 @@ class Recipe(BaseModel):
 
 
 def frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
-    """Canonical parameters that are not trained."""
+    """Canonical names of the parameters that are not trained."""
     return _frozen_names(model, recipe) if recipe.freezes else frozenset()
 
 

@@ -1,8 +1,9 @@
-"""Strategies: one row for each, with its keys, its file, whether the engine runs it, and what it makes and sends.
+"""The table of parallelism and memory strategies: each one's layout keys, source file, memory category and
+messages.
 
-Parity switches strategies off in this order and blames their files; a dry run attributes memory and messages to them;
-configs and the planner's search leave out what has no file yet. Every key of a layout belongs to one row: this module
-cannot be imported otherwise.
+Parity disables strategies in this order and names the file of the one at fault; a dry run attributes memory and
+messages to them; configs and the planner's search leave out those without a file. Every key of a layout belongs to
+exactly one row, checked on import.
 """
 
 from __future__ import annotations
@@ -17,45 +18,45 @@ from shoal.facts.ledger import HOST
 
 @dataclass(frozen=True)
 class Strategy:
-    """``name`` is also the purpose of what its ranks send each other."""
+    """One strategy. ``name`` is also the purpose recorded for the messages its ranks exchange."""
 
     name: str
-    key: str  # of the layout; it differs from its default where the strategy is at work
-    policies: tuple[str, ...] = ()  # keys that say how, and mean nothing without it
-    resets: tuple[str, ...] = ()  # other strategies' keys, whose values need not be legal without it
-    file: str = ""  # where it lives; empty: the engine does not run it yet
-    unrun: tuple[str, ...] = ()  # of ``offload``, the parts that the engine does not run yet
-    # A policy's value with its own file.
+    key: str  # the layout key that enables it: the strategy is in use where this differs from its default
+    policies: tuple[str, ...] = ()  # keys that configure it and have no meaning without it
+    resets: tuple[str, ...] = ()  # keys of other strategies that may lose their legality without this one
+    file: str = ""  # the source file; empty: the engine does not run it yet
+    unrun: tuple[str, ...] = ()  # for ``offload``: the parts that the engine does not run yet
+    # Policy values that have a source file of their own.
     elsewhere: dict[tuple[str, object], str] = field(default_factory=dict)
-    off: str = "1"  # how a layout says that it is not wanted
-    memory: str = ""  # the category of what its code makes
-    made_in: tuple[str, ...] = ()  # that code: files of ours, or directories of torch
-    strict: bool = True  # whether it can add up in the order of one rank
-    # What a step waits for where its messages are not hidden, and what helps.
+    off: str = "1"  # the key's value when the strategy is off, as a layout writes it
+    memory: str = ""  # ledger category of the tensors its code allocates
+    made_in: tuple[str, ...] = ()  # where those are allocated: our files, or directories of torch
+    strict: bool = True  # whether it can sum in the order of a single rank
+    # What a step waits for if its messages are not overlapped, and how to reduce that.
     exposed: tuple[str, str] = ("", "")
 
     @property
     def runs(self) -> bool:
-        """Whether the engine runs it; of ``offload`` all but what ``unrun`` names."""
+        """Whether the engine runs it; for ``offload``, apart from the parts in ``unrun``."""
         return bool(self.file)
 
     def lacks(self, layout: Layout) -> bool:
-        """Whether a layout asks for something of it that the engine does not run."""
+        """Whether the layout asks for a part of it that the engine does not run."""
         if not self.works(layout):
             return False
         return not self.runs or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
 
     def works(self, layout: Layout) -> bool:
-        """Whether it is at work in a layout."""
+        """Whether the layout uses it."""
         return bool(getattr(layout, self.key) != Layout.model_fields[self.key].default)
 
     def file_in(self, layout: Layout) -> str:
-        """Where it lives, with the policies of this layout."""
+        """The source file, given this layout's policies."""
         elsewhere = (file for (key, value), file in self.elsewhere.items() if getattr(layout, key) == value)
         return next(elsewhere, self.file)
 
 
-# What is sent for no strategy's sake has a purpose too: what all ranks agree on.
+# Purposes of messages: two strategies' names, and the control messages that belong to no strategy.
 PIPELINE, SHARD, CONTROL = "pipeline", "shard", "control"
 
 STRATEGIES = (
@@ -136,7 +137,7 @@ STRATEGIES = (
 
 
 def owners(layout: type[Layout]) -> dict[str, Strategy]:
-    """The strategy that every key of a layout belongs to; raises where that is none, or several."""
+    """Map every key of a layout to its strategy; raises if a key belongs to none or to several."""
     keys = [(key, one) for one in STRATEGIES for key in (one.key, *one.policies)]
     count = Counter(key for key, _ in keys)
     wrong = [
@@ -154,11 +155,11 @@ BY_NAME = {one.name: one for one in STRATEGIES}
 
 
 def missing(layout: Layout) -> list[Strategy]:
-    """What is at work in a layout and not run by the engine."""
+    """Strategies that a layout uses and the engine does not run."""
     return [one for one in STRATEGIES if one.lacks(layout)]
 
 
 def purpose_of(group: str) -> str:
-    """What a group of ranks communicates for, by its name: ``pp``, ``tp copies``, ``fsdp·cp/ep``, ``world``."""
+    """The purpose of a process group, from its name: ``pp``, ``tp copies``, ``fsdp·cp/ep``, ``world``."""
     axis = re.split("[ ·/]", group)[0]
     return CONTROL if axis in ("control", "world") else OWNERS[axis].name

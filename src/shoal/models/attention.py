@@ -18,7 +18,7 @@ from shoal.models.varlen import attend_within
 
 
 class Attend(Protocol):
-    """Mixes the tokens of a row: [B, heads, T, head_dim] in and out; keys and values may have fewer heads."""
+    """Attention over a row: [B, heads, T, head_dim] in and out; keys and values may have fewer heads."""
 
     def __call__(
         self,
@@ -45,13 +45,13 @@ def attend(
     window: int | None,
     cap: float | None = None,
 ) -> Tensor:
-    """Softmax attention where a token sees its own document, up to itself, no further back than the window.
+    """Softmax attention, causal within each token's document and window.
 
-    With a ``cap`` its scores are cap · tanh(score / cap), which none of SDPA's kernels computes.
+    With a ``cap``, scores are cap · tanh(score / cap), which no SDPA kernel supports.
 
-    Positions ascend within a document, so causal by position is causal by index, which the kernels know without being
-    shown a mask. Where a row is one document and no window cuts it, SDPA's causal kernel is the fastest there is;
-    everything else goes to variable-length attention, which computes only what is visible.
+    Positions ascend within a document, so causal by position is causal by index, which kernels implement without a
+    mask. For rows of a single document without a window, SDPA's causal kernel is fastest; everything else uses
+    variable-length attention, which computes only what is visible.
     """
     within = window if window is not None and window < key.shape[2] else None
     if documents is not None or within is not None or cap is not None:
@@ -65,11 +65,11 @@ def attend(
 
 
 def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    """[B, heads, T, head_dim], turned: in a compiled block laid out token by token, as projections read and write.
+    """[B, heads, T, head_dim], rotated; in a compiled block laid out by token, as projections read and write.
 
-    Kernels of attention answer, and give gradients, in the layout of their queries; so nothing is copied on the way to
-    the next projection and back, which took 3 of a 1.2B model's 507 ms. Operator by operator it stays as it was: there
-    what is kept for the backward pass would change.
+    Attention kernels return outputs and gradients in the layout of their queries, so nothing is copied between them
+    and the projections, which took 3 of a 1.2B model's 507 ms. Uncompiled, the layout stays by head: otherwise the
+    tensors saved for the backward pass would change.
     """
     if not torch.compiler.is_compiling():
         return rotate(heads, rotation)
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         return output
 
     def heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
-        """[B, T, heads·head_dim] → [B, heads, T, head_dim]. The number of heads is read off the tensor."""
+        """[B, T, heads·head_dim] → [B, heads, T, head_dim]. The number of heads follows from the tensor."""
         split = projected.view(*projected.shape[:-1], -1, self.head_dim)
         normed: Tensor = split if norm is None else norm(split)
         return normed.transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Attention document by document, and where a window is shorter than one, block by block: never all of a row's square.
+"""Attention by document and, with a window shorter than the document, by block: never over the full square of a row.
 
-For devices and precisions without a variable-length kernel. A block is one call of the fused kernel that a CPU's SDPA
-uses, or, elsewhere (fp32 and fp64 on a GPU), a few plain products over some queries at a time.
+For devices and precisions without a variable-length kernel. A block is one call of the fused kernel behind a CPU's
+SDPA or, elsewhere (fp32 and fp64 on a GPU), a few plain products over some queries at a time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Queries that the plain products take at once: their scores are all that is ever held of the square.
+# Queries per plain product: only their scores are ever held of the square.
 QUERIES_AT_ONCE = 256
 
 
 class QueryBlock(NamedTuple):
-    """Queries [begin, begin + blocks·size), in so many blocks; the i-th sees keys [keys + i·size, … + reach)."""
+    """``blocks`` blocks of ``size`` queries from ``begin``; the i-th sees keys [keys + i·size, … + reach)."""
 
     begin: int
     blocks: int
     size: int
     keys: int
     reach: int
-    banded: bool  # or causal: queries and keys are then the same tokens
+    banded: bool  # otherwise causal, with queries and keys the same tokens
 
 
 class Part(NamedTuple):
-    """Views of one block's tensors, [blocks, heads, size, head_dim], and what is added to its scores."""
+    """Views of one block's tensors, [blocks, heads, size, head_dim], and the mask added to its scores."""
 
     block: QueryBlock
     query: Tensor
@@ -39,14 +39,14 @@ class Part(NamedTuple):
 
 
 def cut(ends: list[int], window: int | None) -> Iterator[QueryBlock]:
-    """Blocks for documents between these cumulative lengths."""
+    """Blocks for documents with these cumulative lengths."""
     for start, stop in pairwise(ends):
         length = stop - start
         first = length if window is None else min(window, length)
         yield QueryBlock(start, 1, first, start, first, banded=False)
         if window is None or first == length:
             continue
-        # All later queries see ``window`` keys: a block of as many queries touches twice as many keys.
+        # Each later query sees ``window`` keys, so a block of ``window`` queries touches twice as many keys.
         count, rest = divmod(length - window, window)
         if count:
             yield QueryBlock(start + window, count, window, start, 2 * window, banded=True)
@@ -64,7 +64,7 @@ def forward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of [tokens, heads, head_dim]: the result, laid out alike, and ln Σ exp of the scores [heads, tokens]."""
+    """From [tokens, heads, head_dim]: the output in the same layout, and ln Σ exp of the scores [heads, tokens]."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     logarithms = query.new_empty(query.shape[1], query.shape[0], dtype=logarithm_dtype(query))
     for part in _parts(query, key, value, ends, window):
@@ -86,9 +86,9 @@ def backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, each laid out token by token."""
+    """Gradients of queries, keys and values, each laid out by token."""
     queries = torch.empty_like(query, memory_format=torch.contiguous_format)
-    # Blocks of a window share keys, so their gradients are added up.
+    # Neighbouring blocks share keys, so their gradients are summed.
     keys, values = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (key, value))
     for part in _parts(query, key, value, ends, window):
         block = part.block
@@ -110,7 +110,7 @@ def backward(
 
 
 def on_cpu(query: Tensor) -> bool:
-    """Whether a CPU's fused kernel computes a block, and not plain products; it knows no cap."""
+    """Whether a CPU's fused kernel computes a block instead of plain products; it does not support a cap."""
     return query.device.type == "cpu"
 
 
@@ -126,14 +126,14 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, ends: list[int], window: i
     for block in cut(ends, window):
         keys, values = (_keys(one, block) for one in (key, value))
         if shared > 1:
-            # The kernels want a key head for each query head; copied for this block alone.
+            # The kernels need a key head per query head; copied for this block alone.
             keys, values = (one.repeat_interleave(shared, dim=1) for one in (keys, values))
         mask = band[: block.size, : block.reach] if block.banded and band is not None else None
         yield Part(block, _queries(query, block), keys, values, mask)
 
 
 def _band(window: int, longest: int, like: Tensor) -> Tensor | None:
-    """What is added to a block's scores [window, 2·window]: key j is visible to query i where i < j ≤ i + window."""
+    """The mask of a block's scores [window, 2·window]: key j is visible to query i if i < j ≤ i + window."""
     if longest <= window:
         return None
     size = min(window, longest - window)
@@ -150,7 +150,7 @@ def _queries(tokens: Tensor, block: QueryBlock) -> Tensor:
 
 
 def _keys(tokens: Tensor, block: QueryBlock) -> Tensor:
-    """The same of its keys; blocks that share some are views of the same memory."""
+    """The same for its keys; blocks that share keys are views of the same memory."""
     stop = block.keys + (block.blocks - 1) * block.size + block.reach
     return tokens[block.keys : stop].unfold(0, block.reach, block.size).transpose(2, 3)
 
@@ -185,10 +185,10 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """One block [B, heads, size, head_dim]: the result, and ln Σ exp of the scores, to which ``mask`` is added.
 
-    ``cap``: scores are cap · tanh(score / cap) before that.
+    ``cap``: before that, scores are cap · tanh(score / cap).
     """
     if on_cpu(query) and cap is None:
-        # Private, but it is what SDPA calls on a CPU, and SDPA itself keeps the logarithms to itself.
+        # Private, but it is what SDPA calls on a CPU, and SDPA does not return the log-sum-exp.
         mixed, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -208,7 +208,7 @@ def block_backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. Result and logarithms may be those of more keys than the block has."""
+    """Gradients of queries, keys and values. Output and log-sum-exp may cover more keys than the block has."""
     if on_cpu(query) and cap is None:
         queries, keys, values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(gradient, query, key, value, output, logarithm, 0.0, causal), attn_mask=mask, scale=scale
@@ -226,7 +226,7 @@ def plain_forward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the fused kernel: the result, and ln Σ exp of each query's scores."""
+    """Like the fused kernel: the output, and ln Σ exp of each query's scores."""
     mixed, logarithms = [], []
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
         scores, _ = _scores(query, key, mask, causal, scale, cap, first)
@@ -249,7 +249,7 @@ def plain_backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights are made again from the scores and their logarithms."""
+    """Recomputes the attention weights from the scores and their log-sum-exp."""
     queries, keys, values = (torch.zeros_like(one) for one in (query, key, value))
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
         rows = slice(first, first + QUERIES_AT_ONCE)
@@ -276,9 +276,9 @@ def _scores(
     cap: float | None,
     first: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of some queries from ``first`` on; where it is causal, with the keys up to the last of them.
+    """Scores of some queries from ``first`` on; if causal, with the keys up to the last of them.
 
-    With a cap also tanh(score / cap), by which its gradient goes on: times 1 − tanh².
+    With a cap, also tanh(score / cap), which its gradient needs: times 1 − tanh².
     """
     some = query[:, :, first : first + QUERIES_AT_ONCE]
     count = some.shape[2]

@@ -1,7 +1,7 @@
-"""Attention of some queries with some keys, and ln Σ exp of the scores, by which parts of a result are merged.
+"""Attention over one rectangle of queries and keys, with the log-sum-exp of the scores for merging partial results.
 
-The one place that knows which kernels give that logarithm: FlashAttention's on CUDA in 16 bits, the fused kernel of a
-CPU, and plain products everywhere else (``attention_blocks``). Tensors are [B, tokens, heads, head_dim].
+The only place that knows which kernels return it: FlashAttention on CUDA in 16 bits, the fused kernel of a CPU, and
+plain products everywhere else (``attention_blocks``). Tensors are [B, tokens, heads, head_dim].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.models.varlen import flash_kernel
 def forward(
     query: Tensor, key: Tensor, value: Tensor, seen: Rectangle, scale: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result [B, queries, heads, head_dim] and the logarithms [B, heads, queries]."""
+    """The output [B, queries, heads, head_dim] and the log-sum-exp [B, heads, queries]."""
     if cap is None and flash_kernel(query):
         output, logarithms, *_ = torch.ops.aten._flash_attention_forward(
             *(query, key, value, None, None, query.shape[1], key.shape[1], 0.0, seen.causal),
@@ -48,9 +48,9 @@ def backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of these queries, keys and values, where ``output`` and ``logarithms`` are those of all keys."""
+    """Gradients of these queries, keys and values, where ``output`` and ``logarithms`` are those over all keys."""
     if cap is None and flash_kernel(query):
-        # Nothing is dropped, so no random state is read; the kernel asks for one of this type nevertheless.
+        # Without dropout no random state is read, but the kernel requires one of this type.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
         found = torch.ops.aten._flash_attention_backward(
@@ -73,7 +73,7 @@ def backward(
 
 
 def _reach(seen: Rectangle) -> dict[str, int]:
-    """How far back and ahead the kernel lets a token see; it takes the last query and the last key for the same."""
+    """The kernel's window to the left and right; the kernel aligns the last query with the last key."""
     if seen.window is None:
         return {"window_size_left": -1, "window_size_right": 0 if seen.causal else -1}
     queries, keys = seen.end - seen.begin, seen.keys_end - seen.keys_begin
@@ -82,7 +82,7 @@ def _reach(seen: Rectangle) -> dict[str, int]:
 
 
 def _blocks(query: Tensor, seen: Rectangle) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, keys, and what is added to their scores. A band is cut into blocks, so that no mask is a square."""
+    """Queries, keys, and the mask added to their scores. A band is cut into blocks, so no mask is a full square."""
     queries, keys = seen.end - seen.begin, seen.keys_end - seen.keys_begin
     if seen.window is None:
         yield slice(0, queries), slice(0, keys), None
@@ -107,18 +107,18 @@ def _by_head(tokens: Tensor) -> Tensor:
 
 
 def _shared(query: Tensor, tokens: Tensor) -> Tensor:
-    """By head, with a head for each query head: these kernels want that, and it is copied for one block alone."""
+    """Repeat key heads to match query heads, as these kernels require; copied for one block at a time."""
     times = query.shape[2] // tokens.shape[2]
     return _by_head(tokens if times == 1 else tokens.repeat_interleave(times, dim=2))
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """Of heads that share keys [B, heads, tokens, head_dim], the sum."""
+    """Sum gradients over the query heads that share a key head: [B, heads, tokens, head_dim]."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 def merge(total: Tensor, logarithms: Tensor, part: Tensor, more: Tensor) -> None:
-    """Add a part [B, tokens, heads, head_dim] to a result in place, each weighed by its share of all Σ exp."""
+    """Add a part [B, tokens, heads, head_dim] to a result in place, each weighted by its share of the total Σ exp."""
     together = torch.logaddexp(logarithms, more)
     old, new = ((one - together).exp_().transpose(1, 2)[..., None] for one in (logarithms, more))
     total.mul_(old).add_(part * new)

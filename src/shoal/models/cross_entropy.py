@@ -1,10 +1,10 @@
 """Cross-entropy of a linear head that never holds all logits.
 
-In two forms. ``summed_cross_entropy``, for training, makes its gradients in the forward pass: the logits of a chunk of
-tokens are turned into their own gradients in place, multiplied into the gradients of the hidden states and of the
-head's weight, and forgotten. Nothing is computed twice, and what waits for the backward pass is as large as the hidden
-states and the weight. ``token_log_probabilities``, for losses that are made of them, takes any upstream gradient, and
-so has to compute a chunk's logits again in the backward pass.
+Two forms. ``summed_cross_entropy``, for training, computes its gradients in the forward pass: a chunk's logits become
+their own gradients in place, are multiplied into the gradients of the hidden states and of the head's weight, and
+freed. Nothing is computed twice, and only tensors the size of the hidden states and the weight wait for the backward
+pass. ``token_log_probabilities``, for losses built from them, takes any upstream gradient and so must recompute a
+chunk's logits in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from shoal.models.wide_product import add_product_, wide_product
 
 
 class Vocabulary(Protocol):
-    """The rows of the head that are here, and how ranks that hold other rows agree on what a token needs of all."""
+    """The head's rows on this rank, and the reductions with ranks that hold other rows."""
 
     @property
     def first(self) -> int: ...
 
     @property
     def most_rows(self) -> int:
-        """Of any rank."""
+        """The most rows of any rank."""
 
     def largest(self, values: Tensor) -> None:
-        """The largest of all ranks', in place."""
+        """Maximum over all ranks, in place."""
 
     def total(self, values: Tensor) -> None:
-        """The sum of all ranks', in place."""
+        """Sum over all ranks, in place."""
 
 
 class WholeVocabulary:
-    """All rows are here."""
+    """All rows are on this rank."""
 
     first = 0
 
@@ -53,9 +53,10 @@ class WholeVocabulary:
 
 
 class PendingWeightGradient:
-    """Adds up a head's weight gradient over micro-batches whose backward pass is still to come.
+    """Accumulates a head's weight gradient over micro-batches whose backward pass is still to come.
 
-    Schedules that run several forward passes before the first backward pass would otherwise keep one for each.
+    Schedules that run several forward passes before the first backward pass would otherwise hold one gradient for
+    each.
     """
 
     def __init__(self) -> None:
@@ -63,12 +64,12 @@ class PendingWeightGradient:
         self.sum: Tensor | None = None
 
     def add(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        """``dtype``: the precision that they add up in."""
+        """``dtype``: the precision of the accumulator."""
         self.passes += 1
         self.sum = gradient.to(dtype) if self.sum is None else self.sum.add_(gradient)
 
     def take(self) -> Tensor | None:
-        """The sum, with the last of the passes that it is made of."""
+        """The sum, on the last of the passes that contribute to it; None before."""
         self.passes -= 1
         if self.passes:
             return None
@@ -88,11 +89,11 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Σ (ln Σ exp(x·Wᵀ) − target's logit) over the tokens whose target counts: rows [N, hidden], weight [V, hidden].
 
-    Its gradients are those of factor · Σ: made ahead of the backward pass, they would otherwise be rounded twice.
-    ``z`` adds z · ln² Σ exp of every such token, which keeps logits from drifting. ``pending`` adds the weight's
-    gradient up over several calls, with whose last backward pass it comes, in the precision that the weight's gradients
-    add up in. These passes have to begin here, with a gradient of 1. Without it a gradient is rounded to the weight's
-    own precision, and the backward pass may begin anywhere. With a ``cap`` all logits are cap · tanh(x·Wᵀ / cap).
+    Its gradients are those of factor · Σ: computed before the backward pass, they would otherwise be rounded twice.
+    ``z`` adds z · ln² Σ exp per such token, which keeps logits from drifting. ``pending`` accumulates the weight
+    gradient over several calls, in the precision of gradient accumulation, and returns it with the last backward pass;
+    these passes must begin here, with a gradient of 1. Without it, a gradient is rounded to the weight's precision,
+    and the backward pass may begin anywhere. With a ``cap``, logits are cap · tanh(x·Wᵀ / cap).
     """
     if torch.is_grad_enabled():
         loss: Tensor = _SummedCrossEntropy.apply(rows, weight, targets, vocabulary, factor, z, pending, cap)
@@ -108,19 +109,19 @@ def summed_cross_entropy(
 def token_log_probabilities(
     rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, cap: float | None = None
 ) -> Tensor:
-    """[N]: ln of the probability of each token's target, 0 where it does not count."""
+    """[N]: log-probability of each token's target, 0 if it does not count."""
     found: Tensor = _TokenLogProbabilities.apply(rows, weight, targets, vocabulary, cap)
     return found
 
 
 def _in_chunks(vocabulary: Vocabulary, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """By the largest part and not by this rank's: ranks meet in every chunk, so all must have equally many."""
+    """Chunks sized by the largest part of any rank: ranks communicate in every chunk, so all need equally many."""
     at_once = tokens_at_once(vocabulary.most_rows)
     return zip(*(tensor.split(at_once) for tensor in tensors), strict=True)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Makes its gradients in the forward pass; the backward pass hands them on, times the gradient that it is given."""
+    """Computes its gradients in the forward pass; the backward pass multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(
@@ -206,7 +207,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """Adds the chunks' gradients of a head's weight up, in at least fp32 where there are several."""
+    """Accumulates the chunks' gradients of a head's weight, in at least fp32 if there are several."""
 
     def __init__(self, several: bool) -> None:
         self.several = several
@@ -241,7 +242,7 @@ def _normalisers(
 def _to_gradients_(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, factor: float, z: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``_normalisers``, and the logits become their gradients."""
+    """Like ``_normalisers``, and turn the logits into their gradients."""
     if isinstance(vocabulary, WholeVocabulary):
         found = gradients_in_one_kernel_(logits, targets, factor, z, cap)
         if found is not None:

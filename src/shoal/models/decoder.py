@@ -1,7 +1,7 @@
 """The decoder: one network for Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3, Phi-3, GPT-2, NeoX, Mixtral, Qwen3-MoE and
 DeepSeek-V3, configured by its ``Model``.
 
-Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
+Parameters have Llama's Hugging Face names whatever the family, and this file knows nothing about parallelism.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal.models.router import RouterLosses
 
 
 class Block(nn.Module):
-    """Attention and an MLP, or a mixture of experts, each behind a norm, each added to the residual stream.
+    """Attention and an MLP, or a mixture of experts, each with a norm before it, each added to the residual stream.
 
-    In some families what they give is normed too before it is added.
+    In some families their outputs are also normed before they are added.
 
-    Nothing in it but the weights (and in some families the window, or experts) differs from layer to layer, so that the
-    compiler needs one graph for all of them: the noise it is given is already its layer's own.
+    Layers differ only in their weights (and in some families the window, or having experts), so the compiler needs one
+    graph for all of them: the noise passed in is already specific to the layer.
     """
 
     def __init__(self, model: Model, layer: int, dropout: float, router: RouterLosses) -> None:
@@ -66,12 +66,12 @@ class Block(nn.Module):
         documents: Documents | None,
         noise: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The stream after attention, and what the MLP reads."""
+        """The stream after attention, and the input of the MLP."""
         attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents, noise)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         after: Tensor = hidden + self.attention_dropout(attended, positions, noise)
-        # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
+        # With parallel residuals (NeoX) the MLP reads the block's input; otherwise, the stream after attention.
         return after, self.post_attention_layernorm(hidden if self.parallel_residual else after)
 
     def added(self, after: Tensor, fed: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
             Embedding(model.max_positions, model.hidden, compute) if model.positions == "learned" else None
         )
         self.embedding_dropout = Dropout("embed_tokens", dropout)
-        # By name and not in a list: a pipeline stage keeps some of the blocks, and they keep their names.
+        # Keyed by name instead of a list: a pipeline stage keeps some of the blocks under their names.
         self.layers = nn.ModuleDict(
             {str(layer): Block(model, layer, dropout, router) for layer in range(model.layers)}
         )
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         self.shape = model
         self.compute = compute
         self.length = length
-        # As the weights' precision has it, as Hugging Face does.
+        # Rounded to the weights' precision, as in Hugging Face.
         scale = torch.tensor(model.hidden**0.5 if model.scaled_embedding else 1.0, device="cpu")
         self.embedding_scale = scale.to(compute).item()
 
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         return output
 
     def rotations(self, positions: Tensor) -> tuple[Rotation | None, Rotation | None]:
-        """Tables of cosine and sine for layers without a window, and for those with one."""
+        """Cosine and sine tables for layers without a window, and for those with one."""
         if self.shape.positions != "rotary":
             return None, None
         usual = tables(self.shape, self.length, positions, self.compute)
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
     def forward(
         self, inputs: Tensor, positions: Tensor, documents: Documents | None, noise: Tensor | None
     ) -> Tensor:
-        """Through all that is here; a pipeline stage without the embedding is given hidden states."""
+        """Run every layer held here; a pipeline stage without the embedding takes hidden states."""
         hidden = inputs if self.embed_tokens is None else self.embed(inputs, positions, noise)
         rotation, in_window = self.rotations(positions)
         for layer, block in self.layers.items():
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """A decoder, its head and its loss. The forward pass ends at the hidden states, which the loss begins with."""
+    """A decoder, its head and its loss. The forward pass ends at the hidden states, where the loss begins."""
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class Network(nn.Module):
     ) -> Tensor:
         """Hidden states [B, T, hidden] after the final norm; of a pipeline stage, after what it has.
 
-        tokens, positions: int64 [B, T]; a stage without the embedding takes hidden states in the tokens' place.
-        documents: None where every row is one document. Positions ascend within a document. noise: int64 [B], one
-        hashed key for each sequence, None for no dropout.
+        tokens, positions: int64 [B, T]; a stage without the embedding takes hidden states instead of tokens.
+        documents: None if every row is one document. Positions ascend within a document. noise: int64 [B], one hashed
+        key per sequence, None for no dropout.
         """
         hidden: Tensor = self.model(tokens, positions, documents, noise)
         return hidden
@@ -189,11 +189,10 @@ def build(
     router: RouterLosses = NO_LOSSES,
     loss: Loss | None = None,
 ) -> Network:
-    """The network of a model, its parameters still without values: see ``initial.initialise``.
+    """The network of a model, with uninitialised parameters: see ``initial.initialise``.
 
-    compute: the dtype of activations. dtype: that of the parameters. length: the length of a row, where it
-    exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``). loss: that of the next
-    token, if it is not said.
+    compute: the dtype of activations. dtype: that of the parameters. length: the row length, needed if it exceeds
+    max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``). loss: next-token by default.
     """
     with torch.device("meta"):
         network = Network(model, dropout, compute, length, z_loss, router, loss or NextToken()).to(dtype)

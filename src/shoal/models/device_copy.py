@@ -1,4 +1,4 @@
-"""Copies to a device that the host does not wait for."""
+"""Asynchronous copies from the host to a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Out of pinned memory: from any other, the host would wait until the device has done all that it was given."""
+    """Copies through pinned memory; from pageable memory, the host would wait for the device to finish all queued
+    work.
+    """
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)

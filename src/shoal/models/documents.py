@@ -1,4 +1,4 @@
-"""Documents: where the documents of packed rows begin and end, worked out once per micro-batch on the host."""
+"""Document boundaries of packed rows, computed once per micro-batch on the host."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from shoal.models.device_copy import to_device
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of [B, T] tokens, which attention does not cross. None ends later than its row.
+    """The documents of [B, T] tokens, which attention does not cross. No document spans rows.
 
-    All tensors have the same shape for every micro-batch of that size, and no number in them is a Python one: a
-    compiled block, which is handed them, is never compiled again for other documents.
+    All tensors have the same shape for every micro-batch of that size, and no value is a Python number, so that a
+    compiled block is never recompiled for other documents.
     """
 
-    # int32 [B·T + 1], where the tokens are: the cumulative lengths of all rows' documents (``cu_seqlens``), one row
-    # after the other, then B·T over and over.
+    # int32 [B·T + 1], on the tokens' device: cumulative lengths of all rows' documents (``cu_seqlens``), row after
+    # row, padded with B·T.
     ends: Tensor
-    # int64 [2], always on the host, so that reading it waits for no device: how many there are, and the longest.
+    # int64 [2], always on the host, so that reading it does not wait for the device: the number of documents, and the
+    # longest.
     sizes: Tensor
-    # The cumulative lengths once more, always on the host: for who computes documents piece by piece.
+    # A copy of the cumulative lengths, always on the host: for kernels that go document by document.
     host_ends: Tensor
 
     @staticmethod
     def of(ids: Tensor) -> Documents:
-        """From each token's document, [B, T] on the host. A document is a run of equal numbers in a row."""
+        """From each token's document number, [B, T] on the host. A document is a run of equal numbers in a row."""
         rows, length = ids.shape
         begins = torch.ones(rows, length, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -44,6 +45,6 @@ class Documents:
 
 
 def listed_ends(ends: Tensor, sizes: Tensor) -> list[int]:
-    """Cumulative lengths of the documents alone, as numbers; waits for the device of ``ends``."""
+    """Cumulative lengths without padding, as a list; synchronises with the device of ``ends``."""
     found: list[int] = ends[: int(sizes[0]) + 1].tolist()
     return found

@@ -11,9 +11,9 @@ from shoal.models import random
 
 
 class Dropout(nn.Module):
-    """Zeroes features with probability p at one named site, the same ones however the batch is cut up.
+    """Zeroes features with probability p at one named site, identically however the batch is split.
 
-    A name is unique within a block; the layer is part of the noise that the block is given.
+    A site's name is unique within a block; the noise passed to the block identifies the layer.
     """
 
     def __init__(self, name: str, p: float) -> None:
@@ -21,20 +21,20 @@ class Dropout(nn.Module):
         self.name = name
         self.p = p
         self.salt = random.key(0, 0, name)
-        # Bits below this are dropped. An integer comparison makes p exact and needs no floating point.
+        # Hashes below this are dropped. An integer comparison makes p exact, without floating point.
         self.threshold = int(p * 2**64) - 2**63
-        # Where tensor ranks split features: the first of those that are here.
+        # With features split over tensor ranks: the first feature on this rank.
         self.first = 0
 
     def forward(self, x: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
-        """x [B, T, features], positions [B, T], noise [B]: one hashed key for each sequence."""
+        """x [B, T, features], positions [B, T], noise [B]: one hashed key per sequence."""
         if self.p == 0 or noise is None:
             return x
-        # A position is a place in the row: it does not start again with a document, or masks would repeat.
+        # A position is an index in the row: restarting it with each document would repeat masks.
         tokens = random.bits(noise[:, None] ^ self.salt, positions)
         scale = 1 / (1 - self.p)
         if torch.compiler.is_compiling():
-            # One kernel: the bits stay in its registers.
+            # Compiled into one kernel: the hashes stay in registers.
             features = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
             kept = random.bits(tokens[:, :, None], features) >= self.threshold
             return torch.where(kept, x * scale, 0)
@@ -46,7 +46,7 @@ class Dropout(nn.Module):
 
 
 class _Drop(torch.autograd.Function):
-    """Keeps the mask, a byte a feature: operator by operator, making it again takes far longer than reading it."""
+    """Saves the mask, one byte per feature: uncompiled, recomputing it takes far longer than reading it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -60,14 +60,14 @@ class _Drop(torch.autograd.Function):
         return (gradient * ctx.scale).masked_fill_(mask, 0), None, None
 
 
-# One operator, so that a dry run does not go through its many small ones.
+# One operator, so that a dry run does not step through its many small ones.
 @torch.library.custom_op("shoal::dropped", mutates_args=())
 def below(tokens: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
-    """Which of ``width`` features, from ``first`` on, of each token [B, T] are dropped, [B, T, width]."""
+    """Which of ``width`` features, from ``first`` on, of each token [B, T] are dropped: [B, T, width]."""
     mask = torch.empty(*tokens.shape, width, dtype=torch.bool, device=tokens.device)
     rows, keys = mask.view(-1, width), tokens.reshape(-1, 1)
     features = torch.arange(first, first + width, device=tokens.device)
-    # Some rows at a time: the bits, eight bytes a feature, stay in a cache.
+    # A few rows at a time: the hashes, eight bytes per feature, stay in a cache.
     chunk = random.CHUNK_CPU if tokens.device.type == "cpu" else random.CHUNK
     at_once = max(1, chunk // width)
     for first in range(0, len(rows), at_once):

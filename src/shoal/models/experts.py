@@ -1,8 +1,8 @@
-"""A mixture of experts in place of an MLP: each token goes to a few of many small MLPs, and none is dropped.
+"""Mixture of experts in place of an MLP: each token goes to a few of many small MLPs, and no token is dropped.
 
-Tokens are sorted by expert, so that every expert's are one after the other, and multiplied with all experts' matrices
-in one grouped product. Their results go back to their places and are added up, each with its weight. Copying and adding
-up are functions of autograd of their own: torch's would add gradients of the same token in any order on a GPU.
+Tokens are sorted by expert, so each expert's are contiguous, and multiplied with all experts' matrices in one grouped
+product. The outputs return to token order and are summed with their weights. Copying and summing are autograd
+functions of our own, because torch's would add gradients of the same token in nondeterministic order on a GPU.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from shoal.models.router import Router, RouterLosses, Routing
 
 
 class Order(NamedTuple):
-    """Where tokens are that were sorted by expert. Of T tokens with k experts each there are T·k."""
+    """The permutation of tokens sorted by expert. T tokens with k experts each have T·k copies."""
 
-    place: Tensor  # int64 [T·k]: which of the unsorted ones each of them is
-    back: Tensor  # int64 [T·k]: where each of the unsorted ones is
-    ends: Tensor  # int32 [experts]: where each expert's tokens end
+    place: Tensor  # int64 [T·k]: for each sorted copy, its unsorted index
+    back: Tensor  # int64 [T·k]: for each unsorted copy, its sorted index
+    ends: Tensor  # int32 [experts]: the end of each expert's range
 
     def first(self, number: int) -> Order:
-        """Without what was sorted behind them, for it is not there: ``back`` tells of that a place past the end."""
+        """Only the first ``number`` sorted copies; the dropped ones have a ``back`` past the end."""
         return self._replace(place=self.place[:number].clone())
 
     def part(self, unsorted: slice, ordered: slice) -> Order:
-        """Of these alone, which were sorted to there; some behind all others, and these are not there. ``ends`` stay
-        those of the whole.
+        """Only the copies ``unsorted``, whose sorted positions are ``ordered``; some may be sorted behind all others,
+        and those are dropped. ``ends`` stay those of the whole.
         """
         place, back = self.place[ordered] - unsorted.start, self.back[unsorted] - ordered.start
         return self._replace(place=place, back=back)
 
 
 def by_expert(chosen: Tensor, experts: int) -> Order:
-    """``chosen``: of each token, or of each of its copies, the expert, in one dimension; ``experts``: none of them."""
+    """``chosen``: the expert of each token or copy, one-dimensional; the value ``experts`` means none."""
     return Order(*sort_by_expert(chosen, experts))
 
 
 @torch.library.custom_op("shoal::sort_by_expert", mutates_args=())
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``Order``. An operator, so that compiled blocks can keep what it gives, which is little, under its name."""
-    # In 16 bits, which a GPU sorts in half the time of 64.
+    """The fields of ``Order``. A custom operator, so that compiled blocks can save its small outputs by name."""
+    # 16 bits, which a GPU sorts in half the time of 64.
     ordered, place = chosen.to(torch.int16).sort(stable=True)
     back = torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
     numbers = torch.arange(experts, dtype=torch.int16, device=chosen.device)
@@ -64,54 +64,54 @@ def _unsorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Compute(Protocol):
-    """What experts make of their tokens: [N, hidden], sorted, with the ends of each expert's; times weights [N, 1]."""
+    """Runs the experts on sorted tokens [N, hidden], given each expert's end; optionally times weights [N, 1]."""
 
     def __call__(self, tokens: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor: ...
 
 
 class Mix(Protocol):
-    """What experts made of sorted tokens, added up: [T, hidden]."""
+    """Sums the experts' outputs of sorted tokens per token: [T, hidden]."""
 
     def __call__(self, results: Tensor, weights: Tensor, order: Order) -> Tensor: ...
 
 
 class Routed(NamedTuple):
-    """Tokens with their routing, all that are here."""
+    """Tokens with their routing, for all tokens on this rank."""
 
-    x: Tensor  # [B, T, hidden], as experts that every token uses read them
+    x: Tensor  # [B, T, hidden], as shared experts read them
     weights: Tensor  # [B·T, active], in the compute dtype
     chosen: Tensor  # int64 [B·T, active]
-    order: Order  # as ``Travel`` has put them
+    order: Order  # as set by ``Travel``
 
 
-# Tokens on their way, in as many parts as they travel in.
+# Tokens in transit, one tensor for each part.
 Arriving = tuple[Tensor, ...]
 
 
 class Sent(Protocol):
-    """Tokens on their way to their experts."""
+    """Tokens in transit to their experts."""
 
     def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
-        """What experts made of them, each with its weight, added up: [T, hidden], as much of each as was sent."""
+        """The weighted sum of the experts' outputs per token: [T, hidden], in the width that was sent."""
 
 
 class Travel(Protocol):
-    """How tokens reach their experts."""
+    """Dispatch: how tokens reach their experts."""
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
-        """What is sent of tokens [T, hidden] with experts [T, active], and its order. Whatever the numbers, of the
-        same shape.
+        """The copies to send of tokens [T, hidden] with experts [T, active], and their order. The shape does not
+        depend on the routing.
         """
 
     def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
-        """Begin to send; what arrives is not there before results are asked for."""
+        """Start sending; received tokens are available only when outputs are requested."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
-        """[T, hidden] of what has come back and was added up."""
+        """[T, hidden] from the sums that came back."""
 
 
 class AllHere:
-    """Every expert is on this rank."""
+    """All experts are on this rank."""
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
@@ -127,7 +127,7 @@ class AllHere:
 
 
 class Here:
-    """Tokens that need not travel."""
+    """Tokens that stay on this rank."""
 
     def __init__(self, ends: Tensor) -> None:
         self.ends = ends
@@ -140,14 +140,14 @@ class Here:
 
 
 def spread_by_expert(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Order]:
-    """A copy of each token [T, width] for each of its experts, sorted by these."""
+    """A copy of each token [T, width] for each of its experts, sorted by expert."""
     order = by_expert(chosen.flatten(), experts)
     tokens: Tensor = Spread.apply(x, chosen.shape[1], order.place, order.back)
     return tokens, order
 
 
 class GroupedLinear(nn.Module):
-    """One projection of all experts, or ``each`` of them one behind the other: [each·experts, out, in].
+    """One projection of all experts, or ``each`` of them stacked: [each·experts, out, in].
 
     y = x·Wᵀ with the matrices of each token's expert, [N, each·out].
     """
@@ -161,13 +161,13 @@ class GroupedLinear(nn.Module):
         return (packed_product if matrices.dtype == PACKED else product)(x, matrices, ends)
 
     def matrices(self, dtype: torch.dtype) -> Tensor:
-        """One for each expert: [experts, each·out, in]. Those in 4 bits are as they rest."""
+        """One matrix for each expert: [experts, each·out, in]. 4-bit ones stay packed."""
         weight = self.weight if self.weight.dtype == PACKED else self.weight.to(dtype)
         return weight.unflatten(0, (-1, self.each)).flatten(1, 2)
 
 
 class RoutedExperts(nn.Module):
-    """All experts of a layer that a router sends tokens to, or those of them that are here."""
+    """The routed experts of a layer, or those of them on this rank."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -178,10 +178,11 @@ class RoutedExperts(nn.Module):
         self.activation = model.activation
 
     def forward(self, arriving: Arriving, sent: Sent, weights: Tensor, order: Order) -> Tensor:
-        """Tokens on their way here, weights [T, active] of all that were sent → their results, added up [T, hidden].
+        """Tokens in transit, weights [T, active] of all that were sent → weighted sums of the outputs [T, hidden].
 
-        All of it is here because FSDP gathers weights around this function, and knows a repeated forward pass by the
-        gradient that has reached its end: nothing behind it may be the first to need what is computed in it.
+        Everything happens inside this function because FSDP gathers weights around it, and recognises a recomputed
+        forward pass by the gradient that reached its output: nothing after it may be the first to need what is
+        computed in it.
         """
         return sent.mixed(arriving, self.compute, weights, order, mix)
 
@@ -197,7 +198,7 @@ def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, the experts that it sends tokens to, and those that every token uses."""
+    """A router, its routed experts, and the shared experts that every token uses."""
 
     def __init__(self, model: Model, losses: RouterLosses) -> None:
         super().__init__()
@@ -207,28 +208,29 @@ class MixtureOfExperts(nn.Module):
         self.count = model.experts.count
         self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
         self.travel: Travel = AllHere(self.count)
-        # Where ranks split features: all tokens in, with their routing, and the sum of all ranks' results out.
+        # Hooks for tensor ranks that split features: all tokens in, with their routing, and the sum of all ranks'
+        # outputs out.
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """``positions``, ``noise``: those of all tokens, for adapters of experts that every token uses."""
+        """``positions``, ``noise``: of all tokens, for adapters of shared experts."""
         tokens, routed = self.route(x)
         arriving, sent = self.travel.send(tokens, routed)
-        del tokens  # what has left takes no room
-        # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
+        del tokens  # free their memory once sent
+        # Computed while tokens travel and, since autograd runs in reverse, while their gradients do.
         shared = None if self.shared_experts is None else self.shared_experts(routed.x, positions, noise)
         return self.sum(routed.x, self.experts(arriving, sent, routed.weights, routed.order), shared)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routed]:
-        """Tokens as they leave for their experts."""
+        """Route tokens and prepare them for dispatch."""
         x, routing = self.enter(x, self.gate(x))
         weights, chosen = (part.flatten(0, 1) for part in routing)
         tokens, order = self.travel.leaving(x.flatten(0, 1), chosen)
         return tokens, Routed(x, weights.to(x.dtype), chosen, order)
 
     def sum(self, x: Tensor, mixed: Tensor, shared: Tensor | None) -> Tensor:
-        """What routed experts made of tokens x, and what the experts that every token uses did."""
+        """Add the outputs of routed and shared experts for tokens x."""
         mixed = self.travel.incoming(mixed).view_as(x)
         return self.leave(mixed if shared is None else mixed + shared)
 
@@ -242,9 +244,9 @@ def _as_it_is(mixed: Tensor) -> Tensor:
 
 
 class Spread(torch.autograd.Function):
-    """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: the sum of them.
+    """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: their sum.
 
-    There are fewer copies where ``place`` has fewer.
+    Fewer copies if ``place`` has fewer.
     """
 
     @staticmethod
@@ -261,7 +263,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """The sum of what became of each token's copies; backward, a copy of its gradient for each."""
+    """The sum of each token's expert outputs; backward, a copy of its gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
@@ -277,7 +279,7 @@ class Collect(torch.autograd.Function):
 
 
 class _Mix(torch.autograd.Function):
-    """Results of sorted tokens [T·k, width] back to their places, each with its weight, added up: [T, width]."""
+    """The weighted sum of sorted outputs [T·k, width] per token: [T, width]."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, place: Tensor, back: Tensor) -> Tensor:
@@ -294,14 +296,14 @@ class _Mix(torch.autograd.Function):
 
 
 def _values_at(values: Tensor, places: Tensor) -> Tensor:
-    """0 at places past the end."""
+    """Values at these places, with 0 for places past the end."""
     if len(values) < len(places):
         return nn.functional.pad(values, (0, 1)).index_select(0, places.clamp(max=len(values)))
     return values.index_select(0, places)
 
 
 class Permute(torch.autograd.Function):
-    """Rows in another order; its backward pass puts them back."""
+    """Reorder rows; the backward pass restores the order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor, back: Tensor) -> Tensor:

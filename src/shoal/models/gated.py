@@ -1,10 +1,10 @@
-"""An expert's way out, from gate and up at once: (activation(gate) · up · weight) · Wᵀ.
+"""An expert's down projection, directly from gate and up: (activation(gate) · up · weight) · Wᵀ.
 
-Where a token's experts are here, its weight of each is multiplied with the narrow rows before the way out, and not with
-the wide ones behind it: those need not be kept for the weight's gradient, nor read again. Kept is what the product
-before gave alone. What lies between is made again in the backward pass, by the kernel that makes its gradients: an
-operator of our own, for the compiler makes two of it, which on an H200 take 0.42 ms for 65,536 rows of 2 · 768.
-Matrices in 4 bits are unpacked in each pass.
+If a token's experts are on this rank, its routing weight multiplies the narrow rows before the projection instead of
+the wide ones after it: so the outputs need not be saved for the weight's gradient, nor read again. Only the outputs of
+gate and up are saved. Everything in between is recomputed in the backward pass, by the kernel that computes its
+gradients: a custom operator, since the compiler makes two kernels of it, which on an H200 take 0.42 ms for 65,536 rows
+of 2 · 768. 4-bit matrices are unpacked in each pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.models.in_triton import in_triton
 from shoal.models.mlp import ACTIVATIONS, DERIVATIVES
 
 WARPS = 4
-# The activation that the kernel has; others are computed by torch's operators.
+# The activation that the kernel supports; others run with torch's operators.
 IN_KERNEL = "silu"
 
 GatedKernel = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], None]
@@ -37,9 +37,10 @@ GatedKernel = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], 
 def way_out(
     gate_up: Tensor, weight: Tensor, ends: Tensor, activation: str, weights: Tensor | None = None
 ) -> Tensor:
-    """[N, out] of gates and ups side by side [N, 2·width], sorted by expert; weights [N, 1], or one each."""
+    """[N, out] from gate and up side by side [N, 2·width], sorted by expert; weights [N, 1], or None for 1."""
     if torch.compiler.is_compiling() and not takes_groups(gate_up, *matrix_widths(weight)):
-        # The host reads how many tokens each expert has, which no graph may do within a function of autograd's.
+        # The host reads the number of tokens per expert, which a compiled graph may not do within an autograd
+        # function.
         return product(gated(gate_up, weights, activation), as_multiplied(weight, gate_up), ends)
     output: Tensor = _WayOut.apply(gate_up, weight, ends, weights, activation)
     return output
@@ -75,7 +76,7 @@ def gated(gate_up: Tensor, weights: Tensor | None, activation: str) -> Tensor:
 def gated_gradients(
     gate_up: Tensor, weights: Tensor | None, gradient: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``gated``, from the gradient of what it gave: gradients of gates and ups, and of weights; and what it gave."""
+    """The backward pass of ``gated``: gradients of gate and up, and of weights; and its recomputed output."""
     found = of_gate_up, of_weights, inner = _unmade(gate_up, weights, gradient, activation)
     wide = gate_up.dtype == torch.float64
     kernel = None if wide or not gate_up.is_cuda or activation != IN_KERNEL else in_triton(_compiled)

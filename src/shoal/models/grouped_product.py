@@ -1,7 +1,7 @@
-"""Products of tokens, sorted by expert, with the matrix of each one's expert: forward, and the two gradients.
+"""Grouped matrix products: tokens, sorted by expert, with the matrix of their expert; forward and both gradients.
 
-torch's grouped product where it takes what there is; else each expert's tokens are multiplied by themselves. Frozen
-matrices may be in 4 bits (``models/nf4.py``): these are unpacked for each pass.
+Uses torch's grouped product where it applies; otherwise one product per expert. Frozen 4-bit matrices
+(``models/nf4.py``) are unpacked for each pass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from shoal.facts.nf4 import unpacked_width
 from shoal.models.nf4 import PACKED, unpacked_beside
 
-# What torch's grouped product multiplies on every device, compiled and without data too (2.11 to 2.13); it wants rows
-# that begin at multiples of so many bytes. Private, for torch 2.11 has no other name for it.
+# The dtype that torch's grouped product supports on every device, also compiled and on meta tensors (2.11 to 2.13),
+# and the byte alignment that it needs for rows. Private, since torch 2.11 has no public name for it.
 GROUPED = torch.bfloat16
 ALIGNED = 16
 
@@ -46,7 +46,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def packed_product(x: Tensor, packed: Tensor, ends: Tensor) -> Tensor:
-    """As ``product``, with frozen matrices in 4 bits, [experts, out, bytes]."""
+    """Like ``product``, with frozen 4-bit matrices, [experts, out, bytes]."""
     if torch.compiler.is_compiling() and not takes_groups(x, *matrix_widths(packed)):
         return product(x, as_multiplied(packed, x), ends)  # as in ``models/gated.py``
     output: Tensor = _PackedGroups.apply(x, packed, ends)
@@ -67,34 +67,34 @@ class _PackedGroups(torch.autograd.Function):
 
 
 def as_multiplied(weight: Tensor, beside: Tensor) -> Tensor:
-    """Matrices as they are multiplied with ``beside``: those in 4 bits unpacked, for this one product."""
+    """Matrices as multiplied with ``beside``: 4-bit ones are unpacked, for this one product."""
     if weight.dtype != PACKED:
         return weight
     return unpacked_beside(weight.flatten(0, 1), beside).unflatten(0, weight.shape[:2])
 
 
 def matrix_widths(weight: Tensor) -> tuple[int, int]:
-    """Of each of the matrices, features that come out and that go in."""
+    """Output and input features of each matrix."""
     _, out, inputs = weight.shape
     return out, unpacked_width(inputs) if weight.dtype == PACKED else inputs
 
 
 def takes_groups(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped product takes such tokens and a matrix of these widths."""
+    """Whether torch's grouped product supports these tokens and a matrix of these widths."""
     aligned = all(width * x.element_size() % ALIGNED == 0 for width in widths)
     return x.dtype == GROUPED and aligned and x.shape[0] > 0
 
 
 def parts(x: Tensor, ends: Tensor) -> Iterator[Tensor]:
-    """Each expert's rows."""
+    """The rows of each expert."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     return iter(x.split(on_host(counts[None], x.shape[0])[0]))
 
 
 def on_host(counts: Tensor, rows: int) -> list[list[int]]:
-    """Ways to divide rows that only the device knows, and the host waits for. The first has ``rows`` in all.
+    """The number of rows per expert, copied to the host, which waits for it. The first list sums to ``rows``.
 
-    A dry run, which has no numbers to read, puts an even division in its place (``prove/balanced_routing.py``).
+    A dry run, which has no values to read, substitutes an even division (``prove/balanced_routing.py``).
     """
     read: list[list[int]] = counts.tolist()
     return read

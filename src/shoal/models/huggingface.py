@@ -1,4 +1,4 @@
-"""Convert parameters to and from Hugging Face's tensors along the views in ``facts``; read weight files by slices."""
+"""Convert parameters to and from Hugging Face's tensors along the views in ``facts``; read slices of weight files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput
 from shoal.models.initial import Slice, whole
 
-# A box of one of Hugging Face's tensors: its name, the box's offset, its shape.
+# Reads a box of a Hugging Face tensor: its name, the box's offset, its shape.
 ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 1 << 28
 FLOATS = ("F64", "F32", "BF16", "F16")
-# Elements that are read at a time, between the file and where they belong.
+# Elements copied at a time from a file.
 AT_ONCE = 1 << 23
-# A file is mapped into memory, and what was read of it counts as ours until it is closed.
+# Close a mapped file after this many bytes, since read pages count as this process's memory until then.
 MOST_MAPPED = 1 << 26
 
 
 def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
-    """Fill whole parameters of ours from Hugging Face's tensors."""
+    """Fill our whole parameters from Hugging Face's tensors."""
 
     def box(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         return read(name)[box_slices(offset, shape)]
@@ -42,12 +42,12 @@ def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping
 
 @torch.no_grad()
 def fill_slices(model: Model, read: ReadBox, slices: Iterable[tuple[str, Slice]]) -> None:
-    """Fill parts of our parameters from Hugging Face's tensors, of which only what is wanted is read."""
+    """Fill slices of our parameters from Hugging Face's tensors, reading only what is needed."""
     wanted: dict[str, list[Slice]] = {}
     for name, part in slices:
         wanted.setdefault(name, []).append(part)
     every, of = views_by_tensor(model), tensors_of_parameters(model)
-    # Once each, in no order but that of what is asked for: a tensor may be asked for by itself.
+    # Each once, in the order requested: a caller may ask for a single tensor.
     for name in dict.fromkeys(tensor for parameter in wanted for tensor in of.get(parameter, ())):
         for box in every[name]:
             for part in wanted.get(box.canonical, ()):
@@ -69,7 +69,7 @@ def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 class WeightFiles:
-    """The tensors of a model directory's safetensors files, by name. Made once a process: all is checked here."""
+    """The tensors of a model directory's safetensors files, by name. Created once per process; checks everything."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory = directory
@@ -90,12 +90,12 @@ class WeightFiles:
                 f"model.init_from: no *.safetensors files in {directory}",
                 "a Hugging Face model directory (config.json and *.safetensors), a run or a checkpoint",
             )
-        # Some published files hold the bare decoder, without the prefix its language model adds.
+        # Some published files hold the bare decoder, without the language model's prefix.
         self._prefixes = ("", "model.", "transformer.", "gpt_neox.")
         self.check(model)
 
     def _indexed(self) -> list[Path]:
-        """The files that an index names, where there is one. A directory that was downloaded in part lacks some."""
+        """The files listed in the index, if there is one. Raises if some are missing, as after a partial download."""
         path = self.directory / INDEX
         if not path.is_file():
             return []
@@ -115,7 +115,9 @@ class WeightFiles:
         return sorted(self.directory / name for name in named)
 
     def check(self, model: Model) -> None:
-        """Every tensor there, in a dtype that we train, with the model's shape; else what is wrong, at once."""
+        """Check that every tensor exists, in a trainable dtype and with the model's shape; reports all problems at
+        once.
+        """
         wanted = list(parameters(model))
         lacking, quantized, others = [], [], []
         for parameter in wanted:

@@ -1,4 +1,4 @@
-"""Kernels of our own, which need Triton: it comes with torch for GPUs, and with no other."""
+"""Custom Triton kernels. Triton comes with torch for GPUs only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kernel = TypeVar("Kernel")
 
 @cache
 def in_triton(make: Callable[[Any, Any], Kernel]) -> Kernel | None:
-    """What ``make`` makes of ``triton`` and ``triton.language``, once; None where there is no Triton."""
+    """The result of ``make(triton, triton.language)``, cached; None without Triton."""
     try:
         return make(import_module("triton"), import_module("triton.language"))
     except ImportError:

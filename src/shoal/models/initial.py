@@ -1,4 +1,4 @@
-"""Initial weights: each is a hash of the seed, the parameter's name and the index in the whole tensor."""
+"""Weight initialisation: each element is a hash of the seed, the parameter's name and its index in the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import LORA_FACTORS, MAGNITUDE
 from shoal.models import random
 
-# The projections of a block that write to the residual stream: attention's, and the MLP's or every expert's.
+# Projections that write to the residual stream: attention's, and the MLP's or every expert's.
 RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
 
 
 class Slice(NamedTuple):
-    """The part of a parameter that is held here: the tensor to fill, and the box of the whole that it is."""
+    """The part of a parameter held here: the tensor to fill, and its box within the whole parameter."""
 
     local: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    # Where the values are in a file, and ``local`` has a shape alone: reads them, and writes others.
+    # For values in a file, where ``local`` is only a shape: read and write them.
     read: Callable[[], Tensor] | None = None
     write: Callable[[Tensor], None] | None = None
 
     @property
     def values(self) -> Tensor:
-        """To be looked at."""
+        """The values, read from the file if they are there."""
         return self.local if self.read is None else self.read()
 
 
-# Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
+# Called with the slices that a rank updates, by canonical name, to give them their initial values.
 Fill = Callable[[list[tuple[str, Slice]]], None]
 
 
 def no_weights(slices: list[tuple[str, Slice]]) -> None:
-    """Where a checkpoint is about to give the weights, their first values need not be known."""
+    """Skip initialisation: a checkpoint will provide the weights."""
 
 
 def whole(name: str, parameter: Tensor) -> Slice:
-    """A parameter that is not split."""
+    """The slice of a parameter that is not split."""
     return Slice(parameter.data, tuple(parameter.shape), (0,) * parameter.dim())
 
 
@@ -52,20 +52,20 @@ def initialise(
     seed: int,
     slice_of: Callable[[str, nn.Parameter], Slice] = whole,
 ) -> None:
-    """Give every parameter its first value; they must have left the meta device (``to_empty``).
+    """Initialise every parameter; they must have left the meta device (``to_empty``).
 
     Matrices and embeddings are normal(0, init_std); those that write to the residual stream are divided by
     √(2·layers), as in GPT-2, for every family, so that the stream does not grow with depth. Norms start at one (at
-    zero where one is added to them), biases at zero. Of LoRA's factors B starts at zero, and A is normal with the
-    variance of PEFT's uniform numbers, 1 / (3·inputs). ``slice_of`` says which part of a sharded parameter is here; a
-    network that holds only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
+    zero if they add one), biases at zero. Of LoRA's factors B starts at zero, and A is normal with the variance of
+    PEFT's uniform numbers, 1 / (3·inputs). ``slice_of`` says which part of a sharded parameter is here; a network with
+    only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
     """
     fill(((name, slice_of(name, parameter)) for name, parameter in network.named_parameters()), model, seed)
 
 
 @torch.no_grad()
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
-    """As ``initialise``, for the parts that are here of the parameters of these names."""
+    """Like ``initialise``, for the given slices."""
     for name, (local, global_shape, offset, *_) in slices:
         if name.endswith(("bias", f"{LORA_FACTORS[1]}.weight")):
             local.zero_()

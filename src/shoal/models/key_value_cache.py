@@ -1,7 +1,7 @@
-"""A key/value cache: attention that remembers the keys and values of a row, so that each new token is computed alone.
+"""A key/value cache: attention remembers the keys and values of a row, so that each new token is computed alone.
 
-It takes the place of ``attend`` in every block, from outside, as context parallelism does. The decoder is not changed:
-it is given new tokens with their places in the row, and rotary angles follow from those.
+It replaces ``attend`` in every block from outside, like context parallelism. The decoder does not change: it takes new
+tokens with their positions in the row, which determine their rotary angles.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shoal.models.documents import Documents
 
 
 class KeyValueCache:
-    """What all blocks of a network remember of the rows at hand."""
+    """The cached keys and values of all blocks for the current rows."""
 
     def __init__(self, blocks: Iterable[nn.Module], length: int) -> None:
-        """From now on these blocks attend to what they have seen. ``length``: the most tokens a row will have."""
+        """Attach to these blocks: from now on they attend to cached tokens. ``length``: the most tokens in a row."""
         self.length = length
-        self.start = 0  # how many tokens of the row are remembered; those given next follow them
+        self.start = 0  # cached tokens per row; new tokens follow them
         for block in blocks:
             assert isinstance(block, Block)
             block.self_attn.attend = _CachedAttend(self, block.self_attn.attend)
 
 
 class _CachedAttend:
-    """One block's attention with its memory. Tokens from ``start`` on are forgotten, also ones that were padding."""
+    """One block's attention with its cache. Tokens from ``start`` on are overwritten, including padding."""
 
     def __init__(self, cache: KeyValueCache, attend: Attend) -> None:
         self.cache, self.attend = cache, attend
@@ -72,7 +72,7 @@ class _CachedAttend:
 
     def _remember(self, key: Tensor, value: Tensor, start: int) -> None:
         stop = start + key.shape[2]
-        if stop > self.key.shape[2]:  # by a few tokens of padding
+        if stop > self.key.shape[2]:  # padding exceeds the length by a few tokens
             self.key, self.value = (
                 F.pad(one, (0, 0, 0, stop - one.shape[2])) for one in (self.key, self.value)
             )
@@ -82,7 +82,7 @@ class _CachedAttend:
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float, cap: float
 ) -> Tensor:
-    """Of a few new tokens, so that their scores are small."""
+    """Attention with capped scores for a few new tokens, so that the scores are small."""
     shared = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(shared, dim=1) for one in (key, value))
     mask = None if seen is None else query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
@@ -90,7 +90,7 @@ def _capped(
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which tokens each of ``count`` new ones after ``start`` sees, [count, start + count]; None: all of them."""
+    """Which tokens each of ``count`` new ones after ``start`` sees, [count, start + count]; None: all."""
     if count == 1 and (window is None or window > start):
         return None
     query = torch.arange(start, start + count, device=device)[:, None]

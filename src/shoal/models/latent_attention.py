@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V3): queries, keys and values come out of narrow vectors.
+"""Multi-head latent attention (DeepSeek-V3): queries, keys and values come from low-rank vectors.
 
-Keys and values of all heads are projected from one narrow vector of each token, and queries, if so wanted, from
-another. Positions do not go through it: every head has a part that rotates, on the key's side one for all heads.
+Keys and values of all heads are projected from one low-rank vector per token, and queries, optionally, from another.
+Positions bypass it: every head has a separate rotated part, on the key's side shared by all heads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shoal.models.linear import Linear
 from shoal.models.norm import RMSNorm
 from shoal.models.rotary import rotate, sharpness
 
-# Of the norms on narrow vectors: whatever the others have.
+# Epsilon of the norms on low-rank vectors, independent of the other norms.
 NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """As ``Attention``; the number of heads is read off the tensors, so that ranks may split them."""
+    """Like ``Attention``; the number of heads follows from the tensors, so that ranks may split them."""
 
     attend: Attend
 
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         turned = rotate(_in_halves(shared[:, None]), rotation).expand(-1, key.shape[1], -1, -1)
         query = torch.cat([query, rotate(_in_halves(turning), rotation)], dim=-1)
         key = torch.cat([key, turned], dim=-1)
-        # Kernels want values as wide as keys: those of most devices have no others.
+        # Pad values to the width of keys: most devices have no kernels for other widths.
         padding = query.shape[-1] - latent.value_dim
         mixed = self.attend(
             query, key, F.pad(value, (0, padding)), positions, documents, scale=self.scale, window=None
@@ -98,8 +98,8 @@ class LatentAttention(nn.Module):
 
 
 def _in_halves(x: Tensor) -> Tensor:
-    """Weights of this family have pairs that rotate together side by side; ``rotate`` has them half a head apart.
+    """Reorder rotated pairs: this family's weights have them side by side, ``rotate`` expects them half a head apart.
 
-    Queries and keys are put in the same order, so that their products stay what they are.
+    Queries and keys are reordered alike, so their products do not change.
     """
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)

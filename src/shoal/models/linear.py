@@ -1,7 +1,7 @@
-"""Linear layers and embeddings whose parameters keep their dtype and are cast where they are used.
+"""Linear layers and embeddings whose parameters keep their dtype and are cast on use.
 
-So nothing needs autocast. Where the dtypes already agree, as those of working copies do (``parallel/shards.py``) and of
-what FSDP gathers, the cast costs nothing.
+So autocast is not needed. If the dtypes already agree, as for working copies (``parallel/shards.py``) and for what
+FSDP gathers, the cast is free.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class MatrixProduct(Protocol):
-    """How a projection multiplies. No part knows autograd, so that each can be computed when its turn comes.
+    """How a projection multiplies. The parts are independent of autograd, so that each can be computed when its turn
+    comes.
 
-    ``scales``: the weight's, where products need them.
+    ``scales``: the weight's, if products need them.
     """
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: WeightScales | None) -> Tensor:
@@ -32,11 +33,11 @@ class MatrixProduct(Protocol):
     def input_gradient(self, gradient: Tensor, weight: Tensor, scales: WeightScales | None) -> Tensor: ...
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Of rows: gradient [N, out], x [N, in]."""
+        """From rows: gradient [N, out], x [N, in]."""
 
 
 class PlainProduct:
-    """In the dtype of its arguments."""
+    """Multiplies in the dtype of its arguments."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: WeightScales | None = None
@@ -51,7 +52,7 @@ class PlainProduct:
 
 
 class TransformSlot(Generic[T]):
-    """Holds one transform of a projection. A second one is an error, for it would replace the first unnoticed."""
+    """Holds one transform of a projection. Setting a second one raises, since it would silently replace the first."""
 
     def __init__(self, default: T) -> None:
         self.default = default
@@ -60,7 +61,7 @@ class TransformSlot(Generic[T]):
         self.name = name
 
     def __get__(self, linear: Linear, owner: type) -> T:
-        # Not by way of __dict__: the compiler would not notice that a slot has been filled.
+        # Not through __dict__: the compiler would not notice that a slot has been set.
         held: T = getattr(linear, f"_{self.name}", self.default)
         return held
 
@@ -75,25 +76,24 @@ class TransformSlot(Generic[T]):
 class Linear(nn.Linear):
     """y = x·Wᵀ + b in the dtype of x.
 
-    It is transformed from outside, through slots. They work in this order, whichever was filled first, and what is in
-    one knows nothing of the others:
+    It is transformed from outside, through slots. They apply in this order, whichever was set first, and each is
+    independent of the others:
 
     1. ``product``: how x·Wᵀ and its two gradients are computed.
-    2. ``defer``: is offered a weight's gradient before it is computed, and takes it (True) to have it computed later.
+    2. ``defer``: is offered a weight gradient before it is computed, and takes it (True) to have it computed later.
     3. ``lora_A``, ``lora_B``: a low-rank pair beside a frozen weight (``models/lora.py``), whose output for the same x
        is added, times ``lora_scale``. In training the first of them reads x with some features dropped
-       (``lora_dropout``): which, follows from the tokens' positions and noise. With ``lora_magnitude_vector`` (DoRA)
-       every output is then divided by the length of its row of the sum of both, and multiplied by a trained one.
-    4. ``reduce``: makes a whole of the result where the weight is one rank's part. The bias, which is whole, comes
-       after it.
+       (``lora_dropout``), as determined by the tokens' positions and noise. With ``lora_magnitude_vector`` (DoRA)
+       every output is then divided by the norm of its row of the combined weight, and multiplied by a trained one.
+    4. ``reduce``: completes the result if the weight is one rank's part. The bias, which is not split, is added after.
 
-    Recomputation and compilation take whole blocks, and so go around all of these.
+    Recomputation and compilation wrap whole blocks, and so include all of these.
     """
 
     product: TransformSlot[MatrixProduct] = TransformSlot(PlainProduct())
     defer: TransformSlot[Callable[[WeightGradient], bool] | None] = TransformSlot(None)
     reduce: TransformSlot[Callable[[Tensor], Tensor] | None] = TransformSlot(None)
-    # Sums over the ranks that have other inputs of the same rows, for these rows' lengths.
+    # Reduces row norms over the ranks that hold other inputs of the same rows.
     sum_rows: TransformSlot[Callable[[Tensor], Tensor] | None] = TransformSlot(None)
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
@@ -104,16 +104,16 @@ class Linear(nn.Linear):
         self.lora_dropout: Dropout | None = None
         self.lora_magnitude_vector: nn.Parameter | None
         self.register_parameter("lora_magnitude_vector", None)
-        # Kept true, whenever weights change, by what sets a product that needs them.
+        # Updated whenever weights change, by whatever set a product that needs them.
         self.weight_scales: WeightScales | None = None
-        # The weight as its product takes it, where it came so (``parallel/float8_gather.py``).
+        # The weight as its product takes it, if it was gathered that way (``parallel/float8_gather.py``).
         self.rounded_weight: Tensor | None = None
 
     def reset_parameters(self) -> None:
-        """No values yet: ``initial.initialise`` or a checkpoint gives them."""
+        """Leave parameters uninitialised: ``initial.initialise`` or a checkpoint sets them."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """``positions``, ``noise``: those of the tokens x, where an adapter drops features of them."""
+        """``positions``, ``noise``: of the tokens x, for an adapter's dropout."""
         if self.lora_dropout is None or positions is None:
             read = x
         else:
@@ -126,24 +126,24 @@ class Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
     def multiply(self, x: Tensor, read: Tensor, bias: Tensor | None) -> Tensor:
-        """``read``: what adapters have of x."""
+        """``read``: x as the adapters read it, after dropout."""
         bias = None if bias is None else bias.to(x.dtype)
         if self.weight.dtype == PACKED:
             output = PackedProduct.apply(x, self.weight, bias)
             return self.adapt(read, output, self.weight)
         weight = self.weight.to(x.dtype)
         if self.defer is None and isinstance(self.product, PlainProduct):
-            output = self.product(x, weight, bias)  # autograd's own parts cost the host less
+            output = self.product(x, weight, bias)  # autograd's own functions cost the host less
         else:
             scales = self.weight_scales or (None, None)
             output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
         return self.adapt(read, output, weight)
 
     def adapt(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        """What adapters make of x, added."""
+        """Add the adapters' output for x."""
         if self.lora_A is not None and self.lora_B is not None:
             narrow, out = self.lora_A(x), self.lora_B.weight.to(x.dtype)
-            # Added as it is computed: the second product has no tensor of its own.
+            # Accumulated in the product: the second one needs no tensor of its own.
             flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), out.T, alpha=self.lora_scale)
             output = flat.view(output.shape)
         if self.lora_magnitude_vector is not None:
@@ -153,7 +153,9 @@ class Linear(nn.Linear):
 
     @torch.no_grad()
     def row_lengths(self, weight: Tensor) -> Tensor:
-        """Of W + scale · B·A, without that sum: |w|² + 2·scale·(w·a) b + scale²·b (a·a) b. They have no gradient."""
+        """Row norms of W + scale · B·A without forming the sum: |w|² + 2·scale·(w·a) b + scale²·b (a·a) b. No
+        gradient.
+        """
         assert self.lora_A is not None and self.lora_B is not None
         if weight.dtype == PACKED:
             weight = unpack(weight, self.lora_A.weight.dtype)
@@ -167,16 +169,16 @@ class Linear(nn.Linear):
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """What lengths are computed in: at least fp32."""
+    """The precision of row norms: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class WeightGradient(NamedTuple):
-    """The gradients of a projection's weight and bias, still to be computed."""
+    """The gradients of a projection's weight and bias, not computed yet."""
 
     linear: Linear
     x: Tensor | None  # None: the weight is frozen
-    gradient: Tensor  # of the output
+    gradient: Tensor  # output gradient
     with_bias: bool
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
@@ -187,7 +189,7 @@ class WeightGradient(NamedTuple):
 
 
 class _InParts(torch.autograd.Function):
-    """A product whose backward pass computes the gradient of its input, and those of its weight unless deferred."""
+    """A product whose backward pass computes the input gradient, and the weight gradients unless deferred."""
 
     @staticmethod
     def forward(
@@ -215,7 +217,7 @@ class _InParts(torch.autograd.Function):
         with_bias = ctx.needs_input_grad[2]
         if x is None and not with_bias:
             return back, None, None, None, None, None, None
-        # Detached: with x the graph that made it would stay, and with that the stage's input.
+        # Detached: otherwise x would keep its graph alive, and with it the stage's input.
         rest = WeightGradient(ctx.linear, None if x is None else x.detach(), gradient, with_bias)
         deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
         return back, *((None, None) if deferred else rest.compute()), None, None, None, None
@@ -226,7 +228,7 @@ def _scales(forward: Tensor | None, backward: Tensor | None) -> WeightScales | N
 
 
 class Embedding(nn.Embedding):
-    """A lookup whose result is in the compute dtype: here activations get the dtype they keep."""
+    """A lookup with its result in the compute dtype, where activations get their dtype."""
 
     def __init__(self, count: int, width: int, compute: torch.dtype) -> None:
         super().__init__(count, width)

@@ -1,9 +1,9 @@
-"""What the loss makes of a chunk of logits: statistics of every token, and the logits' gradients in their place.
+"""The loss's work on a chunk of logits: statistics of every token, and the logits' gradients in place.
 
-On a GPU that has all of the vocabulary one kernel makes both (``models/loss_kernel.py``). Elsewhere these are two
-operators of our own, so that all that looks on (a dry run, a memory tracker, the compiler) sees what is left of
-them and not how they get there. On a GPU each is one compiled pass over the logits, which reads and writes them in
-their own precision. On a CPU rows are taken a few at a time, so that what is made on the way stays in the cache.
+On a GPU that holds the whole vocabulary, one kernel does both (``models/loss_kernel.py``). Elsewhere these are two
+custom operators, so that observers (a dry run, a memory tracker, the compiler) see their outputs and not their
+temporaries. On a GPU each is one compiled pass over the logits, in their own precision. On a CPU rows are processed a
+few at a time, so that temporaries stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.facts.problem import first_line
 from shoal.facts.targets import IGNORE
 from shoal.models import loss_kernel
 
-# Logits that are taken at a time, where no kernel takes them all: few enough for a CPU's cache.
+# Logits processed at a time without the fused kernel: few enough for a CPU's cache.
 IN_CACHE = 2**17
 
 
@@ -30,9 +30,10 @@ Result = TypeVar("Result")
 def gradients_in_one_kernel_(
     logits: Tensor, targets: Tensor, factor: float, z: float, cap: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Both at once, where all of the vocabulary is here: every token's ln Σ exp and its target's logit.
+    """Statistics and gradients at once, if the whole vocabulary is here: every token's ln Σ exp and its target's
+    logit.
 
-    None where there is no such kernel: then nothing has changed. ``factor``, ``z``, ``cap``: as below.
+    None if there is no such kernel; then nothing has changed. ``factor``, ``z``, ``cap``: as below.
     """
     whole = loss_kernel.kernel() if at_once(logits.is_cuda, cap is not None) else None
     if whole is None or logits.dtype == torch.float64 or whole in _NOT_COMPILED:
@@ -43,10 +44,10 @@ def gradients_in_one_kernel_(
 
 @torch.library.custom_op("shoal::token_statistics", mutates_args=())
 def token_statistics(logits: Tensor, targets: Tensor, first: int, cap: float | None = None) -> Tensor:
-    """[3, tokens], in at least fp32, of logits [tokens, rows]: the largest, Σ exp(logit − largest), the target's.
+    """[3, tokens], in at least fp32, from logits [tokens, rows]: the largest, Σ exp(logit − largest), the target's.
 
-    ``first``: the vocabulary's number of the first row. Where a target's row is not here, its logit is 0; without any
-    rows the largest is −∞. ``cap``: of cap · tanh(logit / cap) in place of every logit.
+    ``first``: the vocabulary index of the first row. If a target's row is not here, its logit is 0; without any rows
+    the largest is −∞. ``cap``: use cap · tanh(logit / cap) instead of every logit.
     """
     found = _no_statistics(logits, targets, first, cap)
     if not logits.shape[1]:
@@ -72,11 +73,10 @@ def logits_to_gradients_(
     z: float,
     cap: float | None = None,
 ) -> None:
-    """In place the gradients of Σ factor · (n − target + z·n²), n = ln Σ exp.
+    """Replace logits by the gradients of Σ factor · (n − target + z·n²), n = ln Σ exp.
 
-    They are (softmax · (1 + 2·z·n) − one-hot) · factor; with a ``cap``, · (1 − tanh²(logit / cap)) as well.
-    ``normaliser``: ln Σ exp of every token. ``factor``: of every token; its gradient is zero where its target does not
-    count.
+    These are (softmax · (1 + 2·z·n) − one-hot) · factor; with a ``cap``, also · (1 − tanh²(logit / cap)).
+    ``normaliser``: ln Σ exp per token. ``factor``: per token; its gradient is zero if its target does not count.
     """
     if not logits.shape[1]:
         return
@@ -125,7 +125,7 @@ def _gradients(
     softmax = (wide - normaliser[:, None]).exp()
     if z:
         softmax = softmax * (1 + 2 * z * normaliser[:, None])
-    # A comparison and not a scattered sum: it is part of the same pass.
+    # A comparison instead of a scattered sum, so that it fuses into the same pass.
     columns = torch.arange(logits.shape[1], device=logits.device)
     own = (columns == place[:, None]) & here[:, None]
     factor = torch.where(targets == IGNORE, 0, factor)
@@ -135,23 +135,23 @@ def _gradients(
 
 @cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """When it is first used and not before: the compiler looks at the GPU, which a process that forks must not."""
+    """Compile on first use only: the compiler initialises the GPU, which must not happen in a process that forks."""
     return torch.compile(function)
 
 
-# What this machine cannot compile, for want of a compiler or because its GPU is too old for one.
+# Functions that this machine cannot compile, because there is no compiler or its GPU is too old.
 _NOT_COMPILED: set[Callable[..., object]] = set()
 
 
 def _ran_compiled(function: Callable[..., None], *arguments: object) -> bool:
-    """Whether it did; where it cannot, nothing has changed, and it will not be tried again."""
+    """Whether it ran compiled; on failure nothing has changed, and it will not be tried again."""
     return function not in _NOT_COMPILED and _tried(function, _compiled(function), *arguments) is not None
 
 
 def _tried(
     function: Callable[..., object], compiled: Callable[..., Result], *arguments: object
 ) -> tuple[Result] | None:
-    """``compiled``: what becomes of the function when it is first called."""
+    """``compiled``: the function after compilation on its first call."""
     try:
         return (compiled(*arguments),)
     except torch.OutOfMemoryError:
@@ -165,7 +165,7 @@ def _tried(
 def _in_cache(
     work: Callable[..., None], logits: Tensor, targets: Tensor, first: int, *by_token: Tensor
 ) -> None:
-    """Some tokens at a time. ``by_token``: tensors whose last dimension has as many."""
+    """Process a few tokens at a time. ``by_token``: tensors whose last dimension is tokens."""
     at_once = max(1, IN_CACHE // logits.shape[1])
     for start in range(0, logits.shape[0], at_once):
         part = slice(start, start + at_once)
@@ -173,7 +173,7 @@ def _in_cache(
 
 
 def rows_here(index: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which row of ours a token is, any where it is none, and whether it is one. IGNORE is in no rank's rows."""
+    """For each token, its row on this rank (any if none) and whether there is one. IGNORE is in no rank's rows."""
     place = index - first
     here = (place >= 0) & (place < rows)
     return place.clamp(0, max(0, rows - 1)), here

@@ -1,7 +1,8 @@
-"""LoRA and DoRA: a low-rank pair beside each targeted projection of every block, trained while all else is frozen.
+"""LoRA and DoRA: a low-rank pair beside each targeted projection of every block, trained while everything else is
+frozen.
 
-The pair is part of its projection (``models/linear.py``), so that tensor ranks, recomputation and compilation treat it
-as they treat the projection: facts say how tensor ranks split each of the two (``facts/model/parameters.adapters``).
+The pair is part of its projection (``models/linear.py``), so tensor ranks, recomputation and compilation treat both
+together; ``facts/model/parameters.adapters`` decides how tensor ranks split each factor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shoal.models.linear import Linear
 
 
 def add_adapters(network: Network, adapters: Adapters) -> None:
-    """To a network on the meta device. From now on its other parameters have no gradients."""
+    """Add adapters to a network on the meta device and freeze its other parameters."""
     network.requires_grad_(False)
     dtype = next(network.parameters()).dtype
     for block in network.model.layers.values():

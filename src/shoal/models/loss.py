@@ -1,6 +1,6 @@
 """Head and loss: hidden states and targets in, summed loss and number of targets out.
 
-Sums and counts and not a mean: only the caller knows how many targets the whole step has, over all ranks.
+Returns sums and counts instead of a mean: only the caller knows how many targets the whole step has, over all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.models.linear import Embedding
 
 
 class Head(nn.Module):
-    """From hidden states to logits and to the loss. Tied: it borrows the embedding's weight."""
+    """Maps hidden states to logits and to the loss. If tied, it uses the embedding's weight."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Head(nn.Module):
         super().__init__()
         if tied is None:
             self.weight = nn.Parameter(torch.empty(vocab, hidden))
-        # The module and not its parameter, because to_empty and FSDP put new parameters in its place; in a
-        # tuple, so that torch does not list the same parameter under a second name.
+        # The module instead of its parameter, because to_empty and FSDP replace parameters; in a tuple, so that torch
+        # does not list the same parameter under a second name.
         self.tied = () if tied is None else (tied,)
         self.z_loss, self.cap = z_loss, cap
         self.factor, self.pending = 1.0, None
@@ -45,14 +45,14 @@ class Head(nn.Module):
     pending: PendingWeightGradient | None
 
     def start_step(self, factor: float, pending: PendingWeightGradient | None) -> None:
-        """From now on gradients are those of loss · ``factor``: the forward pass makes them, so it has to know.
+        """Scale gradients by ``factor`` from now on: the forward pass computes them, so it must know the factor.
 
-        ``pending`` adds the weight's up over micro-batches, whose backward passes begin with the loss.
+        ``pending`` accumulates the weight gradient over micro-batches, whose backward passes begin with the loss.
         """
         self.factor, self.pending = factor, pending
 
     def matrix(self) -> Tensor:
-        """The parameter in use: our own, or the embedding's."""
+        """The parameter in use: its own, or the embedding's."""
         return self.tied[0].weight if self.tied else self.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -62,14 +62,14 @@ class Head(nn.Module):
         return wide if self.cap is None else torch.tanh(wide / self.cap) * self.cap
 
     def scores(self, hidden: Tensor, place: int) -> Tensor:
-        """What the network says about the token after position ``place`` of hidden [B, T, hidden]: [B, vocab]."""
+        """Scores [B, vocab] of the token after position ``place`` of hidden [B, T, hidden]."""
         return self.logits(hidden[:, place])
 
     def forward(self, hidden: Tensor, targets: Tensor, by_token: bool = False) -> tuple[Tensor, Tensor]:
-        """Cross-entropy summed over the targets that count, and how many do (int64).
+        """Cross-entropy summed over the targets that count, and their number (int64).
 
-        In training with what z_loss adds; a validation loss is the cross-entropy alone, whatever was trained with.
-        ``by_token``: not the sum, but every target's log-probability, in a row, 0 where it does not count.
+        In training it includes z_loss; a validation loss is the cross-entropy alone. ``by_token``: instead of the sum,
+        every target's log-probability, in a row, 0 for targets that do not count.
         """
         rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
         weight, vocabulary = self.matrix(), self.vocabulary()
@@ -82,13 +82,15 @@ class Head(nn.Module):
         return loss, (wanted != IGNORE).sum()
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Of every target; 0 where it does not count. A call of the module: what gathers its weight follows those."""
+        """Log-probability of every target; 0 for those that do not count. Calls the module, so that hooks gather its
+        weight.
+        """
         found: Tensor
         found, _ = self(hidden, targets, by_token=True)
         return found.view(targets.shape)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """All tokens of the micro-batch."""
+        """Hook: all tokens of the micro-batch."""
         return hidden
 
     def vocabulary(self) -> Vocabulary:

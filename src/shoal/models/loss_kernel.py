@@ -1,8 +1,8 @@
-"""A chunk's loss and its logits' gradients in one kernel, for GPUs, where all of the vocabulary is on one rank.
+"""A fused kernel for a chunk's loss and its logits' gradients, for GPUs with the whole vocabulary on one rank.
 
-A compiler's two passes read the logits from memory two or three times and write them once. Here a program takes a row:
-it finds the row's normaliser, and turns the row into its gradients from the end to the beginning, so that what it read
-last is still in the cache.
+The compiler's two passes read the logits from memory two or three times and write them once. Here one program handles
+a row: it computes the row's normaliser, then turns the row into its gradients from the end to the beginning, so that
+what it read last is still in the cache.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from shoal.facts.targets import IGNORE
 from shoal.models.in_triton import in_triton
 
-# Columns that a program takes at a time, and its warps: what was fastest on an H200 (``benchmarks/loss.py``). Fewer
-# programs that go from row to row, so that all rows under way fit into the cache, were slower.
+# Columns per iteration of a program, and its warps: the fastest on an H200 (``benchmarks/loss.py``). Fewer programs
+# that loop over rows, so that all active rows fit into the cache, were slower.
 BLOCK, WARPS = 4096, 8
 
-# Of logits, targets, factor and z; gives the normaliser of every token and its target's logit.
+# Takes logits, targets, factor and z; returns each token's normaliser and its target's logit.
 Whole = Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
 def kernel() -> Whole | None:
-    """None where there is no Triton."""
+    """The kernel, or None without Triton."""
     return in_triton(_compiled)
 
 

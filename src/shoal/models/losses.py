@@ -1,8 +1,8 @@
-"""Losses: what a run minimises, made of the hidden states at the end of the network.
+"""Training losses, computed from the hidden states at the end of the network.
 
-One interface (``Loss``), which docs/losses.md explains: a loss is called with the head, the hidden states of a
-micro-batch and what is wanted of it, and returns sums, so that only adding is left to do over micro-batches and ranks.
-What others need to know of a loss, without torch, is in ``facts/losses.py`` under the same name.
+All share one interface (``Loss``), which docs/losses.md explains: a loss takes the head, a micro-batch's hidden states
+and its inputs, and returns sums, so that micro-batches and ranks only need to be added. ``facts/losses.py`` has each
+loss's properties that others need without torch, under the same name.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from shoal.models.loss import Head
 
 
 class LossInput(Protocol):
-    """Of a micro-batch, what a loss reads."""
+    """What a loss reads of a micro-batch."""
 
     @property
     def targets(self) -> Tensor | None:
-        """int64 [rows, tokens], IGNORE where there is nothing to predict; tokens that are here, on a context rank."""
+        """int64 [rows, tokens], IGNORE where there is nothing to predict; on a context rank, its own tokens."""
 
     @property
     def reference(self) -> Tensor | None:
-        """float64 [rows]: each row's log-probability under the first weights; NaN where a row counts for nothing."""
+        """float64 [rows]: each row's log-probability under the initial weights; NaN if the row does not count."""
 
 
 class SharedRows(Protocol):
-    """How ranks that have some tokens of every row agree on what a row needs of all."""
+    """Reductions for ranks that hold some tokens of every row."""
 
     def total(self, parts: Tensor) -> Tensor:
-        """The sum of all ranks' values; a gradient goes to this rank's own."""
+        """The sum over all ranks; this rank's own part gets the gradient."""
 
     def once(self, sums: Tensor) -> Tensor:
-        """What all of them computed alike, with a value on one of them; all have its gradient."""
+        """Values that all ranks computed alike, kept on one of them; all get the gradient."""
 
 
 class WholeRows:
-    """All tokens are here."""
+    """Every row has all its tokens on this rank."""
 
     def total(self, parts: Tensor) -> Tensor:
         return parts
@@ -52,44 +52,44 @@ class WholeRows:
 
 
 class Loss(Protocol):
-    """What is minimised. ``rows`` is set from outside where ranks share rows."""
+    """The objective. ``rows`` is set from outside if ranks share rows."""
 
-    measures: tuple[str, ...]  # names of what it reports beside itself
+    measures: tuple[str, ...]  # names of additional reported values
     rows: SharedRows
 
     def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
-        """[1 + measures]: the summed loss of a micro-batch, then the sums that are reported beside it.
+        """[1 + measures]: the summed loss of a micro-batch, then the sums reported with it.
 
-        The gradient of the first is that of ``head.factor`` times it; the others have none. In validation, under
-        ``no_grad``, it is called too.
+        The first has the gradient of ``head.factor`` times itself; the others have none. Validation calls it too,
+        under ``no_grad``.
         """
 
 
 class NextToken:
-    """Cross-entropy of the tokens that follow; all that counts is the head's."""
+    """Cross-entropy of the next token, counting the head's targets."""
 
     measures = LOSSES["next_token"].measures
 
     def __init__(self) -> None:
-        self.rows: SharedRows = WholeRows()  # a sum over targets, each of which is one rank's
+        self.rows: SharedRows = WholeRows()  # a sum over targets, each on one rank
 
     def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
         assert wanted.targets is not None
         loss: Tensor
         loss, _ = head(hidden, wanted.targets)
-        return torch.stack([loss])  # and no view of it, which FSDP warns of
+        return torch.stack([loss])  # not a view of it, which FSDP warns about
 
 
 class DirectPreference:
-    """DPO (Rafailov et al., 2023): of two answers to a prompt, one is to become more likely relative to the other.
+    """DPO (Rafailov et al., 2023): make one of two answers to a prompt more likely relative to the other.
 
     For rows 2i (chosen) and 2i + 1 (rejected), with log π the log-probability of a row's answer, log π₀ that under the
-    first weights, and ε the label smoothing:
+    initial weights, and ε the label smoothing:
 
         margin = β · ((log π − log π₀)(chosen) − (log π − log π₀)(rejected))
         loss = −(1 − ε) · ln σ(margin) − ε · ln σ(−margin)
 
-    Reported are the margin, the difference of the two's implicit rewards, and how often it is above 0.
+    It reports the margin, the difference of the two implicit rewards, and how often it is above 0.
     """
 
     measures = LOSSES["dpo"].measures
@@ -99,9 +99,9 @@ class DirectPreference:
         self.rows: SharedRows = WholeRows()
 
     def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
-        """Without a reference, the log-probability of each row: that is what a reference is made of."""
+        """Without a reference, the log-probability of each row, from which a reference is made."""
         assert wanted.targets is not None
-        # In double precision: what counts is a small difference of sums over all tokens of an answer.
+        # In fp64: the loss depends on a small difference of sums over all tokens of an answer.
         tokens = head.log_probabilities(hidden, wanted.targets)
         found = self.rows.total(tokens.sum(-1, dtype=torch.float64))
         if wanted.reference is None:
@@ -126,7 +126,7 @@ def loss_of(recipe: Recipe) -> Loss:
 
 
 class _WithFactor(torch.autograd.Function):
-    """A value as it is, with a gradient that is so many times as large."""
+    """A value unchanged, with its gradient multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:

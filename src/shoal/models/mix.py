@@ -1,8 +1,8 @@
-"""Copies of a token, one for each of its experts, put where these are; and what became of them, added up.
+"""Scatter token copies to expert order, and gather and sum the experts' outputs back per token.
 
-Operators of our own. Compiled together with the norm before or after it, the adding up is done twice over, which on an
-H200 takes 0.30 ms for 16,384 tokens of four experts and 2,048 features, 0.09 and 0.06 ms one after the other; and
-copies are gathered, each token read once for every copy, in 0.14 ms, where 0.08 do.
+Custom operators. Compiled together with the norm before or after, the sum would run twice, which on an H200 takes 0.30
+ms for 16,384 tokens of four experts and 2,048 features, against 0.09 and 0.06 ms one after the other; and copies would
+be gathered, reading each token once per copy, in 0.14 ms instead of 0.08.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SpreadKernel = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 @torch.library.custom_op("shoal::mix", mutates_args=())
 def mix_rows(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
-    """[T, width] of results [T·copies, width] that lie in any order; ``back`` tells where each token's are.
+    """Sum per token: [T, width] from results [T·copies, width] in any order; ``back`` has each copy's position.
 
-    There may be fewer results: of those that are not there ``back`` tells a place past the end, and they add nothing.
-    ``weights``: [T, copies]; None: of one each.
+    There may be fewer results: a missing one has a position past the end in ``back`` and adds nothing. ``weights``:
+    [T, copies]; None: all 1.
     """
     kernel = in_triton(_compiled) if results.is_cuda and results.dtype != torch.float64 else None
     if kernel is not None:
@@ -44,10 +44,10 @@ def _empty(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = 
 
 @torch.library.custom_op("shoal::spread", mutates_args=())
 def spread_rows(x: Tensor, place: Tensor, back: Tensor, copies: int) -> Tensor:
-    """Of every token of x [T, width] so many copies, each where ``back`` [T·copies] tells; ``place`` tells which of
-    them is there.
+    """``copies`` copies of every token of x [T, width], each at its position in ``back`` [T·copies]; ``place`` is the
+    inverse.
 
-    There may be fewer places: of those that are not there ``back`` tells one past the end.
+    There may be fewer places: a dropped copy has a position past the end in ``back``.
     """
     kernel = in_triton(_spreading) if x.is_cuda else None
     if kernel is not None:

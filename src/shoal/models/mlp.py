@@ -1,4 +1,4 @@
-"""The MLP of a block, and of experts that every token uses."""
+"""The MLP of a block, and of shared experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-# The gradient of what an activation is given, from that of its result and what it was given.
+# An activation's input gradient, from its output gradient and its input.
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
@@ -29,7 +29,7 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Up, activation, down; gated: the activation of a second projection multiplies the first."""
+    """Up, activation, down; if gated, the activation of the gate projection multiplies up."""
 
     def __init__(self, model: Model, width: int) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Weights in NF4 (``facts/nf4.py``): packed once, unpacked wherever they are used, in both passes.
+"""NF4 weights (``facts/nf4.py``): packed once, unpacked at every use, in both passes.
 
-What is unpacked is never kept: autograd would hold it until the backward pass, and with it the memory that packing
-saves. So a product is a function of its own, which keeps the bytes and unpacks them again for the gradient of its
-input. A compiler must not see that both unpack the same: it would do so once, in the forward pass, and keep what it
-has for all blocks (5 GiB of an 8B model, and more). So unpacking is an operator that also reads what is multiplied.
+Unpacked weights are never saved: autograd would keep them until the backward pass and lose the memory that packing
+saves. So a product is an autograd function of its own, which saves the packed bytes and unpacks them again for the
+input gradient. The compiler must not see that both unpack the same bytes: it would do it once, in the forward pass,
+and keep the result for all blocks (5 GiB of an 8B model, and more). So unpacking is an operator that also takes the
+tensor to be multiplied.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from shoal.facts.nf4 import AT_ONCE, BLOCK, LEVELS, packed_width, unpacked_width
 from shoal.models.in_triton import in_triton
 
 PACKED = torch.uint8
-# Bytes that a program of the kernel unpacks.
+# Bytes that one program of the kernel unpacks.
 PART = 1024
 
 
 def pack(rows: Tensor) -> Tensor:
-    """Rows of whole blocks, as bytes. The nearest level; between two as near, the lower one."""
+    """Pack rows of whole blocks into bytes: the nearest level, and on a tie the lower one."""
     count, width = rows.shape
     blocks = rows.to(torch.float32).view(count, width // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)
     levels = torch.tensor(LEVELS, device=rows.device)
-    # A block of zeros has a scale of zero; its values are the level of zero.
+    # A block of zeros has scale zero; its values are the level of zero.
     shares = blocks / torch.where(scales > 0, scales, 1.0)[..., None]
     codes = torch.bucketize(shares, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(PACKED)
     first, second = codes.view(count, width // 2, 2).unbind(-1)
@@ -43,7 +44,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     if kernel is not None:
         kernel(packed, found, torch.tensor(LEVELS, device=packed.device))
         return found
-    # What lies between is there for some rows at a time.
+    # A few rows at a time, to bound the temporaries.
     step = max(1, AT_ONCE // width)
     for start in range(0, len(packed), step):
         found[start : start + step] = _unpacked(packed[start : start + step], width, dtype)
@@ -52,13 +53,13 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _unpacked(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     codes, scales = packed[:, : width // 2], packed[:, width // 2 :].contiguous().view(torch.float32)
-    # No step has a name: it is let go of as soon as the next one has read it.
+    # No temporary is named, so each is freed as soon as the next one has been computed.
     pairs, blocks = _pairs(packed.device), (len(packed), -1, BLOCK)
     return (F.embedding(codes.int(), pairs).view(blocks) * scales[..., None]).to(dtype).view(-1, width)
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """The two levels that each byte stands for, [256, 2]."""
+    """The two levels that each byte encodes, [256, 2]."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], 1)
 
@@ -90,7 +91,7 @@ def _compiled(triton: Any, tl: Any) -> Callable[[Tensor, Tensor, Tensor], None]:
 
 @torch.library.custom_op("shoal::unpacked_beside", mutates_args=())
 def unpacked_beside(packed: Tensor, beside: Tensor) -> Tensor:
-    """As ``unpack``, in the dtype of what it is to be multiplied with, and not before that is there."""
+    """Like ``unpack``, in the dtype of the tensor it will be multiplied with, and only once that exists."""
     return unpack(packed, beside.dtype)
 
 
@@ -100,7 +101,7 @@ def _shape_alone(packed: Tensor, beside: Tensor) -> Tensor:
 
 
 class PackedProduct(torch.autograd.Function):
-    """x·Wᵀ + b of a frozen weight that is packed."""
+    """x·Wᵀ + b with a packed, frozen weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,5 +115,5 @@ class PackedProduct(torch.autograd.Function):
 
 
 def packed_like(weight: Tensor) -> Tensor:
-    """Room for the bytes of a weight, or of several in a stack, where it is."""
+    """An empty tensor for a weight's packed bytes, or for a stack of them, on the same device."""
     return weight.new_empty(*weight.shape[:-1], packed_width(weight.shape[-1]), dtype=PACKED)

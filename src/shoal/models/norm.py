@@ -10,9 +10,9 @@ from shoal.facts.model import Model
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight, rounded to x's dtype before the weight as Hugging Face does.
+    """x / √(mean(x²) + eps) · weight, rounded to x's dtype before the weight, as in Hugging Face.
 
-    With an offset it is · (1 + weight), rounded after it, as Gemma has it: its weights lie around zero, where they are
+    With an offset it is · (1 + weight), rounded afterwards, as in Gemma: its weights lie around zero, where floats are
     finer than around one.
     """
 
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Torch's, whose kernels accumulate in fp32 themselves; only the weights have to follow x."""
+    """torch's, whose kernels accumulate in fp32 already; only the weights are cast to x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(
@@ -39,7 +39,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def block_norm(model: Model) -> RMSNorm | LayerNorm:
-    """The norm that a model's blocks use on the residual stream."""
+    """The norm of a model's blocks on the residual stream."""
     if model.norm == "rms":
         return RMSNorm(model.hidden, model.norm_eps, model.norm_offset)
     return LayerNorm(model.hidden, model.norm_eps)

@@ -1,6 +1,6 @@
 """Random numbers without a generator: each is a hash of a key and an index.
 
-No state and no rank play a part, so the same number is drawn wherever, and in whatever order, it is needed.
+There is no state and no rank involved, so the same number is drawn wherever and in whatever order it is needed.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from torch import Tensor
 
 
 def signed(value: int) -> int:
-    """The int64 with the same 64 bits, since torch has no arithmetic on unsigned ones."""
+    """The int64 with the same 64 bits, since torch has no unsigned arithmetic."""
     return (value + 2**63) % 2**64 - 2**63
 
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014; Stafford's thirteenth mix).
+# splitmix64's constants (Steele, Lea, Flood 2014; Stafford's thirteenth mix).
 GOLDEN = signed(0x9E3779B97F4A7C15)
 FIRST = signed(0xBF58476D1CE4E5B9)
 SECOND = signed(0x94D049BB133111EB)
 
-# Elements filled at once: on a CPU the temporaries stay in its cache, elsewhere a kernel has enough to do.
+# Elements filled at once: on a CPU the temporaries stay in cache, elsewhere a kernel is large enough.
 CHUNK_CPU = 2**16
 CHUNK = 2**22
 
 
 def key(seed: int, step: int, name: str) -> int:
-    """The key of one use of randomness, an int64: ``key(seed, 0, "model.norm.weight")``."""
+    """The int64 key for one use of randomness: ``key(seed, 0, "model.norm.weight")``."""
     digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each index, as int64. A tensor of keys broadcasts against the indices."""
-    # ~index is −(index + 1): splitmix64 counts from one. Written this way because the compiler takes an arange times a
-    # constant for address arithmetic, and that is 32 bits wide.
+    # ~index is −(index + 1), since splitmix64 counts from one. Written this way because the compiler takes an arange
+    # times a constant for address arithmetic, which is 32 bits wide.
     state = ~index * -GOLDEN + key
     if not torch.compiler.is_compiling():
         return _mix_in_place(state)
@@ -47,7 +47,7 @@ def bits(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def _mix_in_place(state: Tensor) -> Tensor:
-    """The same steps operator by operator, with one tensor besides the state: more of them would leave the cache."""
+    """The same steps operator by operator, with a single temporary: more would not stay in the cache."""
     moved = torch.empty_like(state)
     for count, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(state, count, out=moved)
@@ -58,13 +58,13 @@ def _mix_in_place(state: Tensor) -> Tensor:
 
 
 def shift(value: Tensor, count: int) -> Tensor:
-    """A logical right shift: torch's own copies the sign bit, which the mask takes away again."""
+    """A logical right shift: torch's own copies the sign bit, which the mask clears."""
     return torch.bitwise_and(value >> count, 2 ** (64 - count) - 1)
 
 
 def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Numbers strictly between 0 and 1, in ``dtype``, symmetric about a half."""
-    # As many bits as the type can hold beside the half: the result is exact, so it never rounds to 0 or 1.
+    # As many bits as the type can hold in addition to the half: the result is exact, so it never rounds to 0 or 1.
     digits = round(-math.log2(torch.finfo(dtype).eps))
     return ((shift(bits(key, index), 64 - digits).double() + 0.5) * 2.0**-digits).to(dtype)
 
@@ -72,9 +72,9 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float64
 def normal(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers by Box–Muller, rounded to fp32 and then to ``dtype``.
 
-    Half of the 64 bits make the radius and half the angle, so no number exceeds 6.8. The logarithm and the
-    cosine are written out in IEEE additions and multiplications because libraries (and their vectorised and
-    scalar loops) differ in the last bit: this way a slice equals the whole and a GPU equals a CPU.
+    Half of the 64 bits give the radius and half the angle, so no number exceeds 6.8. The logarithm and the cosine are
+    written out in IEEE additions and multiplications because libraries (and their vectorised and scalar loops) differ
+    in the last bit; this way a slice equals the whole and a GPU equals a CPU.
     """
     drawn = bits(key, index)
     first = (shift(drawn, 32).double() + 0.5) * 2.0**-32
@@ -104,10 +104,10 @@ def cosine_of_turns(turns: Tensor) -> Tensor:
 
 
 def polynomial(value: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Horner's rule; the coefficient of the lowest power comes first."""
+    """Horner's rule; coefficients start with the lowest power."""
     total = torch.full_like(value, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
-        # Two separate operations: one fused multiply-add would round differently from device to device.
+        # Two separate operations: a fused multiply-add would round differently between devices.
         total.mul_(value).add_(coefficient)
     return total
 
@@ -116,13 +116,13 @@ def polynomial(value: Tensor, coefficients: Sequence[float]) -> Tensor:
 def fill_normal_(
     tensor: Tensor, key: int, std: float, global_shape: Sequence[int], offset: Sequence[int]
 ) -> None:
-    """Fill ``tensor``, which is the box at ``offset`` of a tensor of ``global_shape``, with normal(0, std).
+    """Fill ``tensor``, the box at ``offset`` of a tensor of ``global_shape``, with normal(0, std).
 
-    Each element depends on its index in the global tensor alone, so boxes are bit-equal to the whole.
+    Each element depends only on its index in the global tensor, so boxes are bit-equal to the whole.
     """
     if tensor.numel() == 0:
         return
-    # The index of the first element of every row, then columns count on from there.
+    # The index of the first element of every row; columns count on from there.
     starts = torch.zeros((), dtype=torch.int64, device=tensor.device)
     stride = math.prod(global_shape)
     for size, whole, begin in zip(tensor.shape[:-1], global_shape[:-1], offset[:-1], strict=True):

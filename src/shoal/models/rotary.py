@@ -1,6 +1,6 @@
 """Rotary positions: frequencies, cosine and sine tables, the rotation.
 
-Everything is computed from the positions on the fly: no buffer has to be filled after meta construction.
+Everything is computed from the positions on the fly, so no buffer must be filled after meta construction.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from torch import Tensor
 
 from shoal.facts.model import Model, RopeScaling
 
-# Cosine and sine of every position and pair of features.
+# Cosine and sine for every position and pair of features.
 Rotation = tuple[Tensor, Tensor]
 
 
 def rotary_width(model: Model) -> int:
-    """How much of each head rotates."""
+    """The number of rotated features per head."""
     if model.latent is not None:
         return model.latent.rope_dim
     return int(model.head_dim * model.rope_fraction)
 
 
 def frequencies(model: Model, length: int | None, device: torch.device, windowed: bool = False) -> Tensor:
-    """Radians a position, one for each pair of rotating features, in fp64.
+    """Radians per position, one value per pair of rotated features, in fp64.
 
-    ``length`` matters to ``dynamic`` alone: rows longer than ``max_positions`` raise the base as transformers
-    does for a row of that length. It is a number given once, not the length of the batch at hand, because
-    that would depend on how rows are packed into micro-batches and split over ranks.
+    Only ``dynamic`` depends on ``length``: rows longer than ``max_positions`` raise the base as transformers does for
+    a row of that length. It is a fixed number, not the length of the current batch, which would depend on how rows are
+    packed into micro-batches and split over ranks.
 
-    ``windowed``: of layers with a window, where those have a base of their own, which nothing stretches.
+    ``windowed``: for layers with a window, if those have a base of their own, which is never scaled.
     """
     width = rotary_width(model)
     scaling = None if windowed else model.rope_scaling
@@ -52,7 +52,7 @@ def frequencies(model: Model, length: int | None, device: torch.device, windowed
 
 
 def llama3_share(scaling: RopeScaling, plain: Tensor) -> Tensor:
-    """How much of each frequency the factor slows: none of the fast, all of the slow, a ramp between."""
+    """How much of each frequency the factor slows: none of the fast ones, all of the slow ones, a ramp in between."""
     turns = scaling.original_positions * plain / (2 * math.pi)
     ramp = (turns - scaling.low_frequency_factor) / (
         scaling.high_frequency_factor - scaling.low_frequency_factor
@@ -61,7 +61,7 @@ def llama3_share(scaling: RopeScaling, plain: Tensor) -> Tensor:
 
 
 def yarn_share(scaling: RopeScaling, theta: float, width: int, pair: Tensor) -> Tensor:
-    """As for llama3, but the ramp is linear in the index of the pair (YaRN, arXiv 2309.00071)."""
+    """Like llama3, but the ramp is linear in the index of the pair (YaRN, arXiv 2309.00071)."""
 
     def pair_that_turns(turns: float) -> float:
         return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -69,7 +69,7 @@ def yarn_share(scaling: RopeScaling, theta: float, width: int, pair: Tensor) -> 
     low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # The upper bound counts features and not pairs: so it is in transformers and in YaRN's own code.
+    # The upper bound counts features instead of pairs, as in transformers and in YaRN's own code.
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001
@@ -77,7 +77,7 @@ def yarn_share(scaling: RopeScaling, theta: float, width: int, pair: Tensor) -> 
 
 
 def table_factor(scaling: RopeScaling | None) -> float:
-    """What YaRN multiplies the tables by, to keep attention as sharp over longer rows."""
+    """YaRN's factor on the tables, which keeps attention as sharp over longer rows."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -89,7 +89,7 @@ def table_factor(scaling: RopeScaling | None) -> float:
 
 
 def sharpness(factor: float, weight: float) -> float:
-    """How much sharper attention has to be over rows that are so many times as long."""
+    """How much sharper attention must be over rows ``factor`` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -105,14 +105,15 @@ def tables(
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first features of every head of x [B, heads, T, head_dim], in the tables' precision.
+    """Rotate the first features of every head of x [B, heads, T, head_dim], in the tables' precision.
 
     A pair is (i, i + half) as in Hugging Face's weights, not (2i, 2i + 1) as in the paper.
     """
     cosine, sine = rotation
     half = cosine.shape[-1]
     rest = x.shape[-1] - 2 * half
-    # One split and not three slices: its backward pass puts the parts together, theirs would add up padded ones.
+    # One split instead of three slices: its backward pass concatenates the parts, while slices would add padded
+    # tensors.
     first, second, *others = x.split([half, half, rest] if rest else half, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat([part.to(x.dtype) for part in turned] + others, dim=-1)

@@ -1,11 +1,11 @@
-"""The router: which experts each token is sent to, with which weights, and the losses that keep experts in use.
+"""The router: which experts each token is sent to, with which weights, and the losses that balance the experts.
 
-Routing is a function of a token and the weights alone: scores are computed in at least fp32, of equal scores the expert
-with the lower number wins, and no token is ever dropped. So it is the same in every layout.
+Routing depends only on the token and the weights: scores are computed in at least fp32, ties go to the lower expert
+number, and no token is dropped. So it is the same in every layout.
 
-The two losses are sums over what no layout cuts: the balance of experts over one sequence at a time (as DeepSeek-V3's),
-and the size of every token's logits. Both are summed over layers, and averaged over the sequences, or tokens, of the
-global batch. A balance of micro-batches, as others have it, would be another loss in every layout.
+The two losses are sums over units that no layout splits: the balance of experts over one sequence at a time (as in
+DeepSeek-V3), and the squared log-normaliser of every token. Both are summed over layers, and averaged over the
+sequences, or tokens, of the global batch. A balance per micro-batch, as others have it, would differ between layouts.
 
     balance of a sequence of T tokens    E / (k·T²) · Σ_e (tokens sent to e) · (Σ_t probability of e), 1 where even
     z of a token                         (ln Σ_e exp logit_e)²
@@ -26,33 +26,33 @@ LEAST = 1e-20
 
 
 class RouterLosses(NamedTuple):
-    """What a sequence's balance and a token's z add to the loss of the step."""
+    """Weights of a sequence's balance and of a token's z in the step's loss."""
 
     balance: float = 0.0
     z: float = 0.0
 
 
 class Routing(NamedTuple):
-    """Of tokens [B, T]: their experts, the best first, and what each one's result is multiplied by."""
+    """For tokens [B, T]: their experts, best first, and the weight of each expert's output."""
 
     weights: Tensor  # [B, T, active], in at least fp32
     chosen: Tensor  # int64 [B, T, active]
 
 
 class Router(nn.Module):
-    """Scores of all experts for each token, and the few that it is sent to."""
+    """Scores all experts for each token and chooses the few it is sent to."""
 
     def __init__(self, model: Model, losses: RouterLosses) -> None:
         super().__init__()
         assert model.experts is not None
         self.weight = nn.Parameter(torch.empty(model.experts.count, model.hidden))
         correction = torch.empty(model.experts.count) if model.experts.router_bias else None
-        # Added to scores where experts are chosen, and nowhere else: no gradient reaches it. It is a parameter so that
-        # it is sharded, copied and written as all are; ``RouterTally.balance`` moves it.
+        # Added to scores only for the choice of experts, so it has no gradient. It is a parameter so that it is
+        # sharded, replicated and checkpointed like the others; ``RouterTally.balance`` updates it.
         self.e_score_correction_bias = None if correction is None else nn.Parameter(correction)
         self.experts = model.experts
         self.losses = losses
-        # Completes the count of a sequence's tokens, [B, experts], where other ranks have some of them.
+        # Hook that completes a sequence's token counts, [B, experts], if other ranks have some of its tokens.
         self.complete: Callable[[Tensor], Tensor] = _as_it_is
         self.counting = False
 
@@ -60,17 +60,17 @@ class Router(nn.Module):
     factors: Tensor
 
     def prepare(self, device: torch.device) -> None:
-        """Count tokens from now on, and add the losses to what is trained."""
+        """Start counting tokens and adding the losses."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        # Its gradient is what a step's backward passes leave: tokens sent to each expert, the balance and z. It is no
-        # parameter, for nothing updates it; but as to one, autograd adds to it once for a forward pass, however often
-        # that is repeated.
+        # Its gradient accumulates over a step's backward passes: tokens sent to each expert, the balance and z. It is
+        # not a parameter, since the optimizer does not update it; but as for one, autograd adds once per forward pass,
+        # however often that is recomputed.
         self.tally = torch.zeros(self.experts.count + 2, dtype=wide, device=device, requires_grad=True)
         self.factors = torch.zeros(2, dtype=wide, device=device)
         self.counting = True
 
     def start_step(self, scale: float) -> None:
-        """Begin to count anew; gradients are those of the losses times ``scale``."""
+        """Reset the counts; the losses' gradients are multiplied by ``scale``."""
         self.tally.grad = None
         for number, weight in enumerate(self.losses):
             self.factors[number].fill_(weight * scale)
@@ -83,7 +83,7 @@ class Router(nn.Module):
         chosen = choose(wanted, self.experts)
         weights = scores.gather(-1, chosen)
         if self.experts.normalized:
-            # A sigmoid may give nothing but zeros.
+            # A sigmoid may return only zeros.
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total if self.experts.score == "softmax" else total + LEAST)
         if self.experts.scale != 1.0:
@@ -105,8 +105,8 @@ class Router(nn.Module):
         return counted
 
     def _balance(self, sent: Tensor, scores: Tensor) -> Tensor:
-        """Of the tokens that are here; ``sent`` is of all tokens of their sequences."""
-        # What a sigmoid gives are no probabilities yet.
+        """The balance of the tokens on this rank; ``sent`` counts all tokens of their sequences."""
+        # Sigmoid scores are not probabilities yet.
         shares = scores if self.experts.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         routed = sent.sum(-1)  # k·T
         per_row = (sent * shares.sum(1)).sum(-1)
@@ -114,9 +114,10 @@ class Router(nn.Module):
 
 
 def choose(scores: Tensor, experts: Experts) -> Tensor:
-    """The experts of each token, the best first; of equals the first one.
+    """The experts of each token, best first; ties go to the lower number.
 
-    With groups, such as the experts of one node, only those of the best groups: whose two best experts have most.
+    With groups, such as the experts of one node, only experts of the best groups, ranked by the sum of their two best
+    experts.
     """
     scores = scores.detach()
     if experts.active_groups < experts.groups:
@@ -129,7 +130,7 @@ def choose(scores: Tensor, experts: Experts) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """One after the other: topk has no order among equals, of which argmax takes the first, and a sort takes longer."""
+    """Repeated argmax, which takes the first of equals: topk leaves their order undefined, and a sort is slower."""
     numbers = torch.arange(scores.shape[-1], device=scores.device)
     chosen: list[Tensor] = []
     for _ in range(count):
@@ -139,9 +140,9 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def per_sequence(chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """How many of each sequence's tokens are sent to each expert: [B, experts]."""
+    """The number of each sequence's tokens sent to each expert: [B, experts]."""
     sent = torch.zeros(chosen.shape[0], experts, dtype=dtype, device=chosen.device)
-    # Sums of ones are exact, in whatever order.
+    # Sums of ones are exact in any order.
     return sent.scatter_add(1, chosen.flatten(1), sent.new_ones(()).expand_as(chosen.flatten(1)))
 
 
@@ -150,14 +151,14 @@ def _as_it_is(counts: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x·Wᵀ in at least fp32. Keeps x as it is, not the wider copy.
+    """x·Wᵀ in at least fp32. Saves x itself instead of a widened copy.
 
-    Products of bf16 are exact in fp32: on a GPU its tensor cores multiply them as they are, and add up in fp32.
+    Products of bf16 are exact in fp32: a GPU's tensor cores multiply bf16 directly and accumulate in fp32.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        # Of a frozen router none of what it read is kept.
+        # A frozen router does not save its input.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.dtype, ctx.as_they_are = x.dtype, _as_they_are(x, weight)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -185,9 +186,9 @@ def _as_they_are(x: Tensor, weight: Tensor) -> bool:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Adds to the loss behind a tensor's back: the tensor stays what it is, its backward pass is the loss's as well.
+    """Attaches a loss to a tensor: the value passes through unchanged, and its backward pass also starts the loss's.
 
-    What was seen in the forward pass is the gradient of ``tally``, to which autograd adds it.
+    The statistics seen in the forward pass become the gradient of ``tally``, where autograd accumulates them.
     """
 
     @staticmethod
@@ -203,6 +204,6 @@ class _AddLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor | None]:
         (seen,) = ctx.saved_tensors
         one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
-        # A reducer waits for every parameter's gradient.
+        # A reducer waits for a gradient of every parameter.
         nothing = None if ctx.correction is None else torch.zeros_like(seen[:-2], dtype=ctx.correction)
         return gradient, one, None, seen, nothing

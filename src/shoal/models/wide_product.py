@@ -1,7 +1,7 @@
-"""Products of narrow matrices that add up in at least fp32: no product is rounded, or written and read again.
+"""Half-precision matrix products that accumulate in at least fp32, with no product rounded, or written and read again.
 
-Operators of our own, so that a dry run and a memory tracker see the sum alone: on a CPU, which has no such product of
-narrow matrices, there is more to it.
+Custom operators, so that a dry run and a memory tracker see only the sum: a CPU has no such product and needs
+temporaries.
 """
 
 from __future__ import annotations

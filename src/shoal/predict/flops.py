@@ -1,10 +1,9 @@
-"""Model FLOPs: the one convention behind every rate that Shoal reports.
+"""Model FLOPs: the single convention behind every rate that Shoal reports.
 
-Counted are the multiplications and additions of the matrix products that the mathematics needs, forward and
-backward: two a weight and token forward, four backward. Causal attention is counted once (half of the square, and
-only as far as a window reaches). Not counted: the input embedding, which is a lookup; norms and activations;
-whatever a layout computes again. Other conventions are in ``CONVENTIONS``: a rate in one of them is a rate here times
-the ratio of the two counts.
+Counts the multiplications and additions of the matrix products that the mathematics needs: per weight and token, two
+forward and four backward. Causal attention is counted once (half of the square, and only as far as a window reaches).
+Not counted: the input embedding, which is a lookup; norms and activations; whatever a layout recomputes.
+``CONVENTIONS`` has others: a rate in one of them is a rate here times the ratio of the two counts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shoal.facts.model.parameters import active_parameter_count, llama_parameter
 
 
 def flops_per_token(model: Model, seq: int) -> float:
-    """FLOPs of one token's share of a training step, in sequences of ``seq`` tokens."""
+    """FLOPs of a training step per token, in sequences of ``seq`` tokens."""
     return 6 * matrix_parameters(model) + 3 * sum(
         attention_flops(model, layer, seq) for layer in range(model.layers)
     )
@@ -25,10 +24,10 @@ def flops_per_token(model: Model, seq: int) -> float:
 
 @lru_cache(maxsize=32)
 def matrix_parameters(model: Model) -> int:
-    """Weights that one token is multiplied with: of the routed experts, those it is sent to."""
+    """Weights that multiply a token; of the routed experts, only the active ones."""
     total = model.vocab * model.hidden if model.tied else 0
     routed = 0
-    for parameter in llama_parameters(model):  # where a giant's 40,000 matrices of experts are stacks
+    for parameter in llama_parameters(model):  # experts come stacked: a giant has 40,000 matrices of them
         if parameter.kind == "expert":
             routed += parameter.size
         elif len(parameter.shape) == 2 and parameter.kind not in ("embedding", "position"):
@@ -38,7 +37,9 @@ def matrix_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def attention_kinds(model: Model, seq: int) -> list[tuple[int, bool, float]]:
-    """How layers attend: a layer that does so, whether a window cuts its rows short, and what share of all it is."""
+    """The kinds of attention layers: one layer of each, whether a window cuts its rows short, and its share of all
+    layers.
+    """
     windows = [(model.layer_window(layer) or seq) < seq for layer in range(model.layers)]
     return [
         (windows.index(cut), cut, windows.count(cut) / model.layers)
@@ -48,7 +49,7 @@ def attention_kinds(model: Model, seq: int) -> list[tuple[int, bool, float]]:
 
 
 def attention_flops(model: Model, layer: int, seq: int) -> float:
-    """Forward FLOPs a token of scores and weighted values in one layer, averaged over the sequence."""
+    """Forward FLOPs per token of one layer's scores and weighted values, averaged over the sequence."""
     reach = min(model.layer_window(layer) or seq, seq)
     # The first ``reach`` tokens see 1, 2, … reach positions; all later ones see ``reach``.
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
@@ -56,15 +57,15 @@ def attention_flops(model: Model, layer: int, seq: int) -> float:
 
 
 def _attention_width(model: Model) -> int:
-    """Of a head's queries with its keys, and of its values."""
+    """Width of a head's query-key product plus that of its values."""
     if model.latent is not None:
         return model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim
     return 2 * model.head_dim
 
 
-# How others count the FLOPs of a token, forward and backward. Attention counted in full does not know that half of
-# the square is masked (PaLM's MFU, Megatron-LM, torchtitan, nanoGPT). 6N is the rule of thumb: six for every trained
-# parameter, embedding included, and attention left out.
+# How others count FLOPs per token, forward and backward. Full attention ignores that the mask removes half of the
+# square (PaLM's MFU, Megatron-LM, torchtitan, nanoGPT). 6N is the rule of thumb: six per trained parameter, embedding
+# included, attention ignored.
 CONVENTIONS: dict[str, Callable[[Model, int], float]] = {
     "causal attention once": lambda model, seq: flops_per_token(model, seq),
     "full attention": lambda model, seq: (
@@ -76,12 +77,12 @@ CONVENTIONS: dict[str, Callable[[Model, int], float]] = {
 
 
 def in_conventions(model: Model, seq: int, rate: float) -> dict[str, float]:
-    """A rate counted here, as others would count it."""
+    """Convert a rate counted here to each of the other conventions."""
     own = flops_per_token(model, seq)
     return {name: rate * count(model, seq) / own for name, count in CONVENTIONS.items()}
 
 
 def _whole_square(model: Model, layer: int, seq: int) -> float:
-    """Forward FLOPs a token of a layer's attention without regard to masks; a window still limits it."""
+    """Forward FLOPs per token of a layer's attention, ignoring the causal mask; a window still limits it."""
     reach = min(model.layer_window(layer) or seq, seq)
     return 2 * reach * model.heads * _attention_width(model)

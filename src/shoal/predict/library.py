@@ -18,7 +18,7 @@ from shoal.predict.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of one layout takes."""
+    """The predicted cost of one step in one layout."""
 
     workload: Workload
     memory: Ledger

@@ -1,4 +1,4 @@
-"""Of a rank's optimizer states or parameters, the share that is offloaded: cut between tensors, as the engine does."""
+"""The share of a rank's optimizer states or parameters that is offloaded: cut between tensors, as the engine does."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shoal.predict.rank_parameters import (
 )
 from shoal.predict.workload import Workload
 
-EMBEDDINGS = "model.embed_"  # of tokens, and of learned positions
+EMBEDDINGS = "model.embed_"  # token embedding and learned positions
 
 
-# Of more data ranks, so many are looked at: the more they are, the smaller the parts between which each cuts.
+# With more data ranks, only this many are examined: the more ranks, the smaller the pieces and the differences.
 LOOKED_AT = 8
 
 
 def shards_apart(workload: Workload) -> range:
-    """The data ranks that may keep different shares of the states that they update: each cuts between other parts."""
+    """The data ranks whose offloaded shares of their states may differ, because each rank has other pieces."""
     part = waiting(workload.layout.offload, "optimizer")
     if part is None or part.fraction == 1.0 or not _in_chunks(workload) or workload.lora is not None:
         return range(1)
@@ -39,17 +39,19 @@ def shards_apart(workload: Workload) -> range:
 
 
 def shard_of(workload: Workload, rank: int) -> int:
-    """The place of a rank among the data ranks that share optimizer states."""
+    """A rank's index among the data ranks that shard optimizer states."""
     group = workload.groups[DENSE].sharded
     return rank // group.stride % group.size
 
 
 def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) -> float:
-    """``what``: optimizer, params or activations; of pipeline rank ``stage``, and there of data rank ``shard``."""
+    """The offloaded share of ``what`` (optimizer, params or activations) on data rank ``shard`` of pipeline rank
+    ``stage``.
+    """
     part = waiting(workload.layout.offload, what)
     if part is None:
         return 0.0
-    # Of activations whole blocks are. LoRA's factors are too small to look for the cut.
+    # Activations are offloaded by whole blocks. LoRA's factors are too small for the exact cut to matter.
     adapters = workload.lora is not None and what == "optimizer"
     if part.fraction == 1.0 or what == "activations" or adapters:
         return part.fraction
@@ -62,10 +64,10 @@ def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) ->
 
 
 def largest_piece(workload: Workload, stage: int, shard: int) -> int:
-    """Elements of the largest piece whose states are offloaded, of those that a rank updates."""
+    """Elements of the largest piece with offloaded states, among those that a rank updates."""
     if workload.lora is None:
         return max(_away(workload, stage, shard), default=0)
-    # Adapters alone are updated. A chunk of a bucket may have all of one.
+    # Only adapters are updated. A bucket's chunk may contain all of one.
     ranks = workload.groups[ADAPTERS].sharded.size if not _in_chunks(workload) else 1
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, stage)
     factors = (one for each in here.stages for one in named_factors(workload, each, 0))
@@ -73,7 +75,7 @@ def largest_piece(workload: Workload, stage: int, shard: int) -> int:
 
 
 def _away(workload: Workload, stage: int, shard: int) -> list[int]:
-    """Sizes of the pieces that the host updates: of a fraction the last, and of parameters that rest away all."""
+    """Sizes of the pieces that the host updates: the last ones for a fraction, and all with offloaded parameters."""
     part, resting = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     assert part is not None
     pieces, home = _updated(workload, stage, shard), frozenset[str]()
@@ -87,13 +89,13 @@ def _away(workload: Workload, stage: int, shard: int) -> list[int]:
 
 
 def _in_chunks(workload: Workload) -> bool:
-    """Whether data ranks update chunks of buckets, which cut parameters anywhere."""
+    """Whether data ranks update chunks of flat buckets, which cut parameters anywhere."""
     dense = workload.groups[DENSE]
     return dense.sharded.size > 1 and not dense.fully_sharded
 
 
 def _updated(workload: Workload, stage: int, shard: int) -> Sequence[tuple[str, int]]:
-    """What a rank updates, piece by piece in forward order."""
+    """The pieces that a rank updates, in forward order."""
     if _in_chunks(workload) and workload.lora is None:
         rank = stage * stride("pp", workload.layout) + shard * workload.groups[DENSE].sharded.stride
         ranges = updated_ranges(sharing_of(workload), rank)
@@ -104,7 +106,7 @@ def _updated(workload: Workload, stage: int, shard: int) -> Sequence[tuple[str, 
 
 
 def _held(workload: Workload, stage: int, updated: bool = False) -> Sequence[tuple[str, int]]:
-    """What a rank holds of the parameters, in forward order; ``updated``: of those that it updates, its share."""
+    """The parameters that a rank holds, in forward order; ``updated``: only its share of those it updates."""
     layout, groups = workload.layout, workload.groups
     dense, routed = groups[DENSE], groups.get(EXPERTS, groups[DENSE])
     shards = dense.sharded.size, routed.sharded.size
@@ -124,14 +126,14 @@ def _sizes(
         whole += [
             (tensor, degrees.expert_ranks) for tensor in expert_tensors(model, degrees.tp, degrees.ep, one)
         ]
-        # Routed experts come after the other parameters of their block.
+        # Routed experts follow the other parameters of their block.
         whole.sort(key=lambda pair: _layer(pair[0].label, model.layers))
         sizes += [(tensor.label, padded_size(tensor, ranks) // ranks) for tensor, ranks in whole]
     return tuple(sizes)
 
 
 def _layer(name: str, layers: int) -> int:
-    """The number of a tensor's block; the network's ends are before and after all of them."""
+    """The index of a tensor's block; the ends of the network sort before and after all blocks."""
     if (block := block_of(name)) is not None:
         return block
     return -1 if name.startswith(EMBEDDINGS) else layers

@@ -1,4 +1,4 @@
-"""The matrices that an optimizer sees as a whole: how many of which shape, and what one rank updates of them."""
+"""Whole matrices for optimizers that need them: how many of each shape, and the parts that one rank updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.predict.workload import Workload
 
 
 def sharing_of(workload: Workload) -> Sharing:
-    """Without what has no part in it, so that layouts that share alike are one."""
+    """The workload's ``Sharing``, with irrelevant layout fields dropped so that equal sharings share a cache entry."""
     layout = workload.layout
     alike = Layout(
         dp=layout.dp,
@@ -46,7 +46,9 @@ def sharing_of(workload: Workload) -> Sharing:
 
 
 def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]:
-    """Of a stage's whole matrices, and of vectors, how many there are of each shape: those that the rule is for."""
+    """How many matrices and vectors of each shape a stage has, among the parameters that the optimizer's own rule
+    updates.
+    """
     model, layout, optimizer = workload.model, workload.layout, workload.recipe.optimizer
     found: Counter[tuple[int, ...]] = Counter()
 
@@ -58,7 +60,7 @@ def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]
     add(block_parameters(model, False), here.dense)
     add(block_parameters(model, True), here.sparse)
     if model.experts is not None:
-        # Muon's are dealt out among the ranks of one copy, which may have some sets of experts alone.
+        # Muon deals matrices out among the ranks of one replica, which may hold only some sets of experts.
         sets = min(layout.ep, layout.fsdp * layout.cp) if optimizer == "muon" else layout.ep
         add(expert_parameters(model), here.sparse * model.experts.count // layout.ep * sets)
     ends = end_parameters(model)
@@ -69,19 +71,19 @@ def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]
 
 
 def ranks_together(workload: Workload) -> int:
-    """How many ranks hold a stage together."""
+    """Number of ranks that together hold one stage."""
     return replica_ranks(workload.layout).size
 
 
 @lru_cache(maxsize=4096)
 def state_elements(sharing: Sharing, rank: int, optimizer: Rule) -> int:
-    """Elements of all that a rank's optimizer keeps."""
+    """Elements of all optimizer states of a rank."""
     return sum(_kept(one, optimizer) for one in updated_ranges(sharing, rank))
 
 
 @lru_cache(maxsize=4096)
 def blockwise_bytes(sharing: Sharing, rank: int) -> int:
-    """Of AdamW's two moments in 8 bits, of all that a rank updates."""
+    """Bytes of AdamW's two 8-bit moments for everything that a rank updates."""
     return sum(2 * moment_bytes(one.box.whole, one.stop - one.start) for one in updated_ranges(sharing, rank))
 
 
@@ -100,5 +102,5 @@ def _kept(one: UpdatedRange, optimizer: Rule) -> int:
 
 @lru_cache(maxsize=4096)
 def largest_part(sharing: Sharing, rank: int) -> int:
-    """Elements of the largest part of a matrix, or of a vector, that a rank updates."""
+    """Elements of the largest part of a matrix or vector that a rank updates."""
     return max((one.stop - one.start for one in updated_ranges(sharing, rank)), default=0)

@@ -1,4 +1,6 @@
-"""What one rank holds of the parameters: tensor by tensor, as counts, which are trained; used by all three parts."""
+"""The parameters that one rank holds, tensor by tensor and as counts, and which are trained; memory, traffic and time
+use it.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,20 @@ from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
 from shoal.facts.nf4 import packs
 from shoal.predict.workload import Workload
 
-# A few layers are cut into buckets, and as many again: the difference is what further ones add.
+# Bucket counts are extrapolated: this many layers are cut into buckets, then twice as many; the difference is what
+# further layers add.
 SAMPLE = 8
 
 
 class RankTensor(NamedTuple):
     """One rank's part of a parameter."""
 
-    name: str  # canonical; of a head that is a copy of a tied embedding, the embedding's
-    label: str  # its name among those of its rank
+    name: str  # canonical; for a head that copies a tied embedding, the embedding's
+    label: str  # its name on this rank
     shape: tuple[int, ...]
-    copies: int  # tensor ranks that hold this very part
+    copies: int  # tensor ranks that hold this same part
     summed: SummedOver
-    block: int | None = None  # where moments come in blocks: elements of one
+    block: int | None = None  # elements per quantization block, if moments are blockwise
 
     @property
     def size(self) -> int:
@@ -52,17 +55,17 @@ class RankTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """A piece of the network that comes as a whole: the embedding, a block, the norm, the head."""
+    """A part of the network that is placed as a whole: the embedding, a block, the norm, the head."""
 
     tensors: tuple[RankTensor, ...]
     elements: int
-    tensor_summed: int  # of these, how many have gradients that are summed over the tensor group
-    copies_summed: int  # and over those of its ranks that hold the same key/value head
+    tensor_summed: int  # of these, elements whose gradients are reduced over the tensor group
+    copies_summed: int  # and over its ranks that share the same key/value head
 
 
 @dataclass(frozen=True, eq=False)
 class RankParameters:
-    """What one rank of the pipeline holds, all its stages together, but for routed experts: other ranks share them."""
+    """What one pipeline rank holds over all its stages, without routed experts, which other ranks share."""
 
     stages: tuple[Stage, ...]
     dense: int  # layers with an ordinary MLP
@@ -86,7 +89,7 @@ class RankParameters:
 def rank_parameters(
     layout: Layout, model: Model, seq: int | None, stage: int, index: int = 0
 ) -> RankParameters:
-    """What pipeline rank ``stage`` holds, on rank ``index`` of its tensor group; the first has the largest parts."""
+    """What pipeline rank ``stage`` holds at index ``index`` of its tensor group; index 0 has the largest parts."""
     return _rank_parameters(
         model, layout.tp, layout.sp, layout.pp, layout.chunks, layout.schedule, seq, stage, index
     )
@@ -140,7 +143,7 @@ def _rank_parameters(
 def stages_here(
     model: Model, pp: int, chunks: int, schedule: str, seq: int | None, stage: int
 ) -> tuple[Stage, ...]:
-    """The stages on one rank of the pipeline, in the order of the network."""
+    """The stages on one pipeline rank, in network order."""
     stages = cut_once(model, pp * chunks, seq)
     return tuple(stages[number] for number in stages_of_rank(pp, chunks, schedule, stage))
 
@@ -157,12 +160,12 @@ class _Body(NamedTuple):
     norm: Component
     head: Component
     copied_head: Component
-    expert: Component  # one of the routed ones
+    expert: Component  # one routed expert
 
 
 @cache
 def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
-    """The parts of a network on one rank of a tensor group. Blocks are alike, but for having experts or not."""
+    """The parts of a network on one tensor rank. Blocks differ only in having experts or not."""
 
     def component(parameters: Iterable[Parameter]) -> Component:
         return component_of(tensor_on(parameter, tp, sp, index) for parameter in parameters)
@@ -198,7 +201,7 @@ def component_of(tensors: Iterable[RankTensor]) -> Component:
 
 
 def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[RankTensor]:
-    """Every tensor of one of the stages, in forward order and by its own name."""
+    """Every tensor of a stage, in forward order and under its own name."""
     found = list(here.embedding.tensors) if stage.first else []
     for layer in stage.layers:
         block = here.sparse_block if model.has_experts(layer) else here.dense_block
@@ -210,7 +213,7 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
 
 @lru_cache(maxsize=256)
 def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
-    """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
+    """A rank's part of a stage's routed experts, in forward order; no rank of the tensor group has more."""
     return tuple(
         RankTensor(
             one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None, block_length(one.shape)
@@ -222,7 +225,7 @@ def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTe
 
 
 def in_layer(name: str, layer: int) -> str:
-    """The name that a block's tensor has in another layer."""
+    """A block tensor's name, moved to another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{layer}.", name)
 
 
@@ -230,13 +233,13 @@ def in_layer(name: str, layer: int) -> str:
 
 
 def adapter_key(lora: Lora | None) -> Adapters | None:
-    """What matters of LoRA here, as a key that can be hashed."""
+    """The hashable part of LoRA's settings that matters here."""
     return None if lora is None else lora.adapters
 
 
 @cache
 def _factors(model: Model, experts: bool, lora: Adapters, tp: int, sp: bool, index: int = 0) -> Component:
-    """LoRA's, of one block."""
+    """LoRA's factors of one block."""
     return component_of(
         tensor_on(factor, tp, sp, index)
         for parameter in block_parameters(model, experts)
@@ -245,7 +248,7 @@ def _factors(model: Model, experts: bool, lora: Adapters, tp: int, sp: bool, ind
 
 
 def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTensor]:
-    """LoRA's of one of the stages, on rank ``index`` of its tensor group, in forward order and by their own names."""
+    """LoRA's factors of one stage at ``index`` of the tensor group, in forward order and under their own names."""
     lora, layout, model = adapter_key(workload.lora), workload.layout, workload.model
     if lora is None:
         return []
@@ -258,7 +261,7 @@ def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTens
 
 
 def padded_factors(workload: Workload, here: RankParameters, ranks: int) -> int:
-    """Elements of LoRA's factors, gathered from so many ranks."""
+    """Elements of LoRA's factors when all-gathered from ``ranks``, padding included."""
     lora, layout = adapter_key(workload.lora), workload.layout
     if lora is None:
         return 0
@@ -267,7 +270,7 @@ def padded_factors(workload: Workload, here: RankParameters, ranks: int) -> int:
 
 
 class Trained(NamedTuple):
-    """Parameters on a rank that have gradients, and how many of these are summed beyond the data ranks."""
+    """Parameters with gradients on a rank, and how many of these are reduced over other than data ranks."""
 
     elements: int
     tensor_summed: int
@@ -275,7 +278,7 @@ class Trained(NamedTuple):
 
 
 def trained(workload: Workload, here: RankParameters) -> Trained:
-    """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
+    """All trained parameters but routed experts; with ``lora`` the factors of every block's targeted projections."""
     lora, layout = adapter_key(workload.lora), workload.layout
     if lora is None and workload.recipe.freezes:
         stages = [named_tensors(here, workload.model, stage) for stage in here.stages]
@@ -301,27 +304,27 @@ def trained_with_experts(workload: Workload, here: RankParameters) -> int:
 
 
 def with_gradients(workload: Workload, tensors: Iterable[RankTensor]) -> list[RankTensor]:
-    """Those that no group of the recipe has frozen."""
+    """Tensors that no recipe group freezes."""
     recipe = workload.recipe
     return [one for one in tensors if not recipe.freezes or not recipe.frozen(one.name)]
 
 
 def expert_elements(model: Model, tp: int, ep: int) -> int:
-    """Parameters of the routed experts of one layer on one rank, before any sharding."""
+    """Parameters of one layer's routed experts on one rank, before any sharding."""
     return model.experts.count // ep * _body(model, tp, False, 0).expert.elements if model.experts else 0
 
 
-# Counts, and what a rank keeps of them where its group is sharded.
+# Counts, and a rank's share of them where its group is sharded.
 
 
 class ParameterCount(NamedTuple):
-    """Parameters of one rank of a tensor group, the one that holds the most. LoRA's factors are only ``trained``."""
+    """Parameters of the tensor rank that holds the most. LoRA's factors count only as ``trained``."""
 
-    whole: int = 0  # as they are used
-    share: int = 0  # the rows of them, padded, that each of the ranks that shard them keeps
+    whole: int = 0  # unsharded
+    share: int = 0  # rows, padded, that each rank keeps when they are sharded
     trained: int = 0
     trained_share: int = 0
-    projections: int = 0  # of a block: what is gathered in fp8 or NF4, where anything is; what rests in NF4
+    projections: int = 0  # of a block: gathered in fp8 or NF4, if anything is; stored in NF4
     packed_experts: int = 0  # of these, routed experts'
 
     def times(self, count: int) -> ParameterCount:
@@ -331,16 +334,16 @@ class ParameterCount(NamedTuple):
 class NetworkEnds(NamedTuple):
     embedding: ParameterCount  # with learned positions
     norm: ParameterCount
-    head: ParameterCount  # of a tied model too: where it is a copy
+    head: ParameterCount  # also for a tied model, where it may be a copy
 
 
 class ShardDegrees(NamedTuple):
-    """Over how many ranks parameters are shared out."""
+    """Over how many ranks parameters are split and sharded."""
 
     tp: int
     ep: int
-    ranks: int  # that shard what every data rank has
-    expert_ranks: int  # that shard an expert
+    ranks: int  # ranks that shard what every data rank uses
+    expert_ranks: int  # ranks that shard an expert
 
 
 def total(counts: Iterable[ParameterCount]) -> ParameterCount:
@@ -355,7 +358,7 @@ def block_count(
     lora: Adapters | None,
     frozen: frozenset[str] = frozenset(),
 ) -> ParameterCount:
-    """One block, with routed experts or with an ordinary MLP. ``frozen``: what of it is, by names within a block."""
+    """One block, with routed experts or with an ordinary MLP. ``frozen``: names within the block."""
     body = _body(model, degrees.tp, False, 0)
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None, frozen)
     found = found._replace(
@@ -385,7 +388,7 @@ def expert_stack(model: Model, tp: int, ep: int) -> Component:
 def end_counts(
     model: Model, degrees: ShardDegrees, trained: bool = True, frozen: frozenset[str] = frozenset()
 ) -> NetworkEnds:
-    """What stands before the first block and after the last one."""
+    """The parameters before the first block and after the last one."""
     body = _body(model, degrees.tp, False, 0)
     return NetworkEnds(
         *(_counted(one, degrees.ranks, trained, frozen) for one in (body.embedding, body.norm, body.head))
@@ -395,7 +398,7 @@ def end_counts(
 def _counted(
     component: Component, ranks: int, trained: bool = True, frozen: frozenset[str] = frozenset()
 ) -> ParameterCount:
-    """``frozen``: names, within a block where they are of one."""
+    """``frozen``: names, without the block's prefix."""
     found = component.elements, padded(component, ranks) // ranks
     if not trained:
         return ParameterCount(*found, 0, 0)
@@ -408,30 +411,30 @@ def in_block(name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", "", name)
 
 
-# Sizes on the way.
+# Sizes in communication.
 
 
 @cache
 def padded(component: Component, ranks: int) -> int:
-    """Elements of its gathered tensors, where each of so many ranks holds equally many rows of every one."""
+    """Elements of the component when all-gathered, with every tensor's rows padded to a multiple of ``ranks``."""
     return sum(padded_size(tensor, ranks) for tensor in component.tensors)
 
 
 @cache
 def projections(block: Component, ranks: int) -> int:
-    """Elements of a block that such ranks gather in fp8."""
+    """Elements of a block that ``ranks`` all-gather in fp8."""
     return sum(tensor.size for tensor in block.tensors if is_projection(tensor, ranks))
 
 
 def narrow_elements(component: Component, ranks: int, lora: Adapters | None) -> int:
-    """Elements of a block, padded, that such ranks gather in less than the compute precision; if they do in any."""
+    """Padded elements of a block that are all-gathered in a narrower precision, if the run does so at all."""
     if lora is None or lora.base != "nf4":
         return projections(component, ranks)
     return sum(padded_size(tensor, ranks) for tensor in component.tensors if in_four_bits(tensor))
 
 
 def in_four_bits(tensor: RankTensor) -> bool:
-    """Of a run that freezes weights so (``facts/nf4.py``)."""
+    """Whether the weight is in 4 bits, in a run with a 4-bit base model (``facts/nf4.py``)."""
     return packs(tensor.name, tensor.shape)
 
 
@@ -447,15 +450,15 @@ def padded_size(tensor: RankTensor, ranks: int) -> int:
 
 
 class BucketKinds(Enum):
-    """What may share a bucket."""
+    """Which parameters may share a bucket."""
 
     ANY = "any"
-    FLAT = "flat"  # what other ranks find again in buckets of theirs
-    BLOCKWISE = "blockwise"  # and has blocks of the same length
+    FLAT = "flat"  # only parameters that other ranks find in buckets of the same sizes
+    BLOCKWISE = "blockwise"  # and with the same quantization block length
 
 
 def bucket_count(here: RankParameters, width: int, bucket_bytes: int, kinds: BucketKinds) -> int:
-    """About how many buckets a rank's gradients fill, from the cut of a few layers."""
+    """Approximate number of buckets that a rank's gradients fill, extrapolated from a few layers."""
     ends = _buckets_in(here.embedding, width, bucket_bytes, kinds)
     ends += _buckets_in(here.head, width, bucket_bytes, kinds)
     layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, kinds)

@@ -1,4 +1,4 @@
-"""A workload: everything that decides the cost of a step, in one value."""
+"""A workload: everything that determines the cost of a step, in one value."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class Workload:
     stack: Stack = SHOAL
     tune: TuneSection = USUAL
     lora: Lora | None = None
-    compile: bool | None = None  # as compile.enabled: None leaves it to the device
+    compile: bool | None = None  # as compile.enabled; None leaves it to the device
 
     @property
     def network(self) -> Model:
-        """The model as it is trained: with its adapters."""
+        """The model as trained: with its adapters."""
         if self.lora is None:
             return self.model
         return self.model.model_copy(update={"adapters": self.lora.adapters})
 
     @cached_property
     def gathered_width(self) -> float:
-        """Bytes of a value of a projection as ranks that share it out gather it."""
+        """Bytes per value of a sharded projection when all-gathered."""
         if self.lora is not None and self.lora.base == "nf4":
             return float(nf4.WIDTH)
         return gathered_width(self.recipe)
 
     @cached_property
     def compiled(self) -> bool:
-        """Whether blocks are, as the engine decides it. What other software does is in its stack."""
+        """Whether the engine compiles blocks. Other stacks' compilation is part of ``stack``."""
         if self.stack.name != SHOAL.name:
             return False
         on_gpu, precision = self.cluster.device.name != "cpu", self.recipe.precision
@@ -64,7 +64,7 @@ class Workload:
 
     @cached_property
     def accumulation(self) -> int:
-        """Micro-batches that one data rank works through in a step."""
+        """Micro-batches per data rank and step."""
         return self.layout.accumulation(self.recipe.batch)
 
     @cached_property
@@ -73,13 +73,13 @@ class Workload:
 
     @cached_property
     def narrow_gradients(self) -> bool:
-        """Whether they stay as they were computed."""
+        """Whether gradients stay in the compute precision."""
         may = self.stack.narrow_gradients and self.one_pass
         return may and takes_narrow_gradients(self.recipe.precision, self.recipe.optimizer)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a micro-batch that one rank attends for: its part of the sequences under context parallelism."""
+        """Tokens of a micro-batch that one rank attends for: with context parallelism its part of the sequences."""
         return self.micro * self.recipe.seq // self.layout.cp
 
     @cached_property
@@ -88,13 +88,15 @@ class Workload:
 
     @cached_property
     def expert_nodes(self) -> ExpertNodes:
-        """How tokens travel to their experts; nodes play no part in stacks that send each copy straight to its rank."""
+        """How tokens travel to experts; nodes do not matter in stacks that send each copy straight to its rank."""
         domain = self.cluster.apart if self.stack.sends_once else None
         return expert_nodes(self.layout, domain, self.model.experts.active if self.model.experts else 1)
 
     @cached_property
     def crossing(self) -> int:
-        """Tokens of a micro-batch that leave for nodes of their experts, and as many that come; 0: all are on one."""
+        """Tokens of a micro-batch sent to experts on other nodes, and as many received; 0: all experts are on one
+        node.
+        """
         return sum(count * self.crossing_of(tokens) for tokens, count in self.token_parts)
 
     def crossing_of(self, tokens: int) -> int:
@@ -103,12 +105,12 @@ class Workload:
 
     @property
     def expert_parts(self) -> int:
-        """In how many parts a micro-batch's tokens travel to their experts."""
+        """Parts in which a micro-batch's tokens travel to their experts."""
         return 1 if self.stack.passes_on else parts_over(*(one.size for one in self.expert_nodes))
 
     @cached_property
     def token_parts(self) -> list[tuple[int, int]]:
-        """Of how many tokens each of these parts is, and how many such parts there are."""
+        """These parts as (tokens per part, number of such parts)."""
         sizes = part_sizes(self.tokens, self.expert_parts)
         return [(size, sizes.count(size)) for size in dict.fromkeys(sizes)]
 
@@ -120,10 +122,10 @@ class Workload:
         return found
 
     def ranks_of(self, group: str) -> RankGroup:
-        """The ranks of a call's group; all of them where it has no name of its own."""
+        """The ranks of a call's group; all ranks if the group is not a named one."""
         return self._communicators.get(group) or self._communicators["control"]
 
     @property
     def cut_by(self) -> int | None:
-        """The sequence length that weighs attention where stages are cut; None where a stack cuts by number."""
+        """The sequence length that weighs attention when stages are cut; None if the stack cuts by number of layers."""
         return None if self.stack.even_stages else self.recipe.seq

@@ -26,7 +26,8 @@ CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses")
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
 OFFLOADABLE = ("optimizer", "params", "activations")
 
-# Stages run down the ranks and back up, so rank 0 has the first and the last: two chunks a rank, neither more nor less.
+# V-shaped schedules place stages down the ranks and back up, so rank 0 has the first and the last: always two
+# chunks per rank.
 V_SHAPED = ("zbv", "dualpipev")
 ONE_CHUNK = ("gpipe", "1f1b")
 DEFAULT_CHUNKS: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
@@ -36,7 +37,7 @@ Degree = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 
 
 class Offload(BaseModel):
-    """One kind of state that waits off the device: how much of it, and where."""
+    """One kind of state that is kept off the device: how much of it, and where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,16 +45,16 @@ class Offload(BaseModel):
     fraction: float = Field(1.0, gt=0, le=1)
     nvme: bool = False
 
-    def __hash__(self) -> int:  # quick, for a search's many tables; equality stays field by field
+    def __hash__(self) -> int:  # cheap, for the many tables of a search; equality still compares every field
         return hash(self.what)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What it asks of an engine, whatever the fraction."""
+        """The engine features it needs, whatever the fraction."""
         return (self.what, f"{self.what}@nvme") if self.nvme else (self.what,)
 
     def __str__(self) -> str:
-        # Decimal writes every digit that the float has, and never an exponent.
+        # Decimal prints every digit of the float and never an exponent.
         fraction = "" if self.fraction == 1.0 else f":{Decimal(repr(self.fraction)):f}"
         return f"{self.what}{fraction}{'@nvme' if self.nvme else ''}"
 
@@ -200,7 +201,7 @@ class Layout(BaseModel):
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """What ``--layouts`` names: layouts separated by ";". Everything wrong with any of them is reported together."""
+    """Parse ``--layouts``: layouts separated by ";". Reports every error in any of them at once."""
     found: list[Layout] = []
     problems: list[Problem] = []
     for part in text.split(";"):
@@ -214,7 +215,7 @@ def parse_layouts(text: str) -> list[Layout]:
 
 
 def accumulation(batch: int, data_ranks: int, micro: int) -> int:
-    """Micro-batches of ``micro`` sequences that each data rank works through in a step: what every part counts by."""
+    """Micro-batches of ``micro`` sequences per data rank and step. Everything that counts micro-batches uses this."""
     return batch // (data_ranks * micro)
 
 
@@ -225,14 +226,14 @@ def divisors(total: int) -> list[int]:
 
 
 def printed(value: Any) -> str:
-    """A value of one of its keys, as a layout prints it."""
+    """A value as a layout prints it."""
     if isinstance(value, bool):
         return str(int(value))
     return "+".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
 
 
 def _meant(name: str, value: str) -> str:
-    """What a key is that no layout has: another tool's word, the recipe's business, or a slip."""
+    """A hint for an unknown key: another tool's name for it, a recipe key, or a typo."""
     known = meaning(name)
     if known is not None:
         in_config = f"it is {known.key} of the config" if known.key else known.sentence
@@ -242,7 +243,7 @@ def _meant(name: str, value: str) -> str:
     return did_you_mean(name, READERS)
 
 
-# A reader is given the key and its text, and raises BadInput where it cannot make sense of it.
+# A reader takes the key and its text, and raises BadInput if it cannot parse it.
 Reader = Callable[[str, str], Any]
 
 

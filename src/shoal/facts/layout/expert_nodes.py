@@ -1,7 +1,9 @@
-"""Which expert ranks share a node, so that a token crosses to each node once and is passed on inside it.
+"""Node-aware expert dispatch: which expert ranks share a node, so that a token is sent once per node and forwarded
+inside it.
 
-``parallel/dispatch_by_node.py`` does it, ``predict`` prices it; both ask here. Where all ``ep`` ranks are in one domain
-of fast links, a copy for each expert goes straight to its rank, as it does where a token has but one expert.
+``parallel/dispatch_by_node.py`` executes this and ``predict`` prices it; both take the decision from here. Where
+all ``ep`` ranks share one domain of fast links, or each token has a single expert, every copy of a token goes
+straight to its expert's rank.
 """
 
 from __future__ import annotations
@@ -13,44 +15,47 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import RankGroup, expert_ranks
 from shoal.facts.model import Experts
 
-# What the ranks are called that send each other tokens: all; those of the same place in every node; those of one node.
+# Names of the groups that exchange tokens: all expert ranks; ranks at the same position in every node; ranks of one
+# node.
 EXCHANGES = ("ep", "ep across", "ep inside")
 
-# In so many parts a rank's tokens travel to other nodes: one crosses between nodes while the other is passed on inside
-# its own, and is passed on while the other is computed. More parts would leave less of their way uncovered, and experts
-# fewer tokens at a time, of which each product of a GPU is slower.
+# Number of parts in which a rank's tokens cross to other nodes: while one part crosses, the other is forwarded
+# inside its node, and while one is forwarded, the other is computed. More parts would hide more of the transfer,
+# but give experts fewer tokens at a time, which makes each matrix product less efficient.
 PARTS = 2
 
 
 def parts_over(nodes: int, ranks: int) -> int:
-    """In how many parts tokens travel to so many nodes of so many ranks: where a node is one rank nothing is passed on
-    inside it while another part crosses.
+    """Number of parts for ``nodes`` nodes of ``ranks`` ranks. With one rank per node there is no forwarding to
+    overlap.
     """
     return PARTS if nodes > 1 and ranks > 1 else 1
 
 
 def part_sizes(tokens: int, parts: int) -> list[int]:
-    """Of each part of a rank's tokens, in order."""
+    """Number of tokens in each part, in order."""
     return [(tokens + parts - 1 - number) // parts for number in range(parts)]
 
 
 class ExpertNodes(NamedTuple):
-    """``across``: the ranks of the same place in every node; ``inside``: those of one. One of them may be alone."""
+    """``across``: the ranks at the same position in every node; ``inside``: the ranks of one node. Either may have
+    size 1.
+    """
 
     across: RankGroup
     inside: RankGroup
 
 
 class Split(NamedTuple):
-    """How experts are spread over nodes and, in order, over the ranks of each."""
+    """How experts are distributed over nodes and, in order, over the ranks of each node."""
 
     experts: Experts
     nodes: int
-    ranks: int  # of one node
+    ranks: int  # per node
 
     @property
     def experts_each(self) -> int:
-        """Of a node."""
+        """Experts per node."""
         return self.experts.count // self.nodes
 
     @property
@@ -59,11 +64,11 @@ class Split(NamedTuple):
 
 
 def expert_nodes(layout: Layout, domain: int | None, active: int) -> ExpertNodes:
-    """``domain``: devices that fast links join, in the order of ranks; None: all. ``active``: a token's experts."""
+    """``domain``: number of consecutive ranks joined by fast links; None: all. ``active``: experts per token."""
     whole, tp = expert_ranks(layout), layout.tp
     near = layout.ep
     if domain is not None and active > 1:
-        # So many neighbouring ranks are never in two domains, wherever a group of ``ep`` begins.
+        # This many neighbouring ranks always share a domain, wherever a group of ``ep`` starts.
         shared = gcd(layout.ep * tp, domain)
         near = shared // tp if shared % tp == 0 else 1
     if near == layout.ep:

@@ -1,7 +1,7 @@
-"""Products in fp8: what their operands' sizes must be multiples of, which scales a weight has, and how it travels.
+"""fp8 matrix products: alignment of their operands, the scales of a weight, and its precision in an all-gather.
 
-The engine notes the largest values of its weights as listed here and sends them around, and gathers as decided here;
-traffic and memory are predicted from the same.
+The engine computes and exchanges each weight's largest values as listed here; traffic and memory are predicted from
+the same decisions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from shoal.facts.precision import compute_width
 from shoal.facts.recipe import Recipe, Scaling
 
-# Kernels take rows and columns of operands in tiles.
+# Kernels take rows and columns of operands in tiles of this many.
 TILE = 16
-# They read a scale from an address that 16 bytes divide; scales have four.
+# Kernels load scales from 16-byte-aligned addresses; a scale has 4 bytes.
 ALIGNED = 4
 SCALE_BYTES = 4
 
 
 class ScaleSlot(NamedTuple):
-    """The largest values of a weight's rows or columns, which are noted and sent together."""
+    """The largest absolute values of a weight's rows or columns, computed and exchanged together."""
 
     values: int
-    over_tp: bool  # tensor ranks have other parts of these rows or columns; otherwise, other rows or columns
+    over_tp: bool  # tensor ranks hold other parts of the same rows or columns, not other rows or columns
 
     @property
     def room(self) -> int:
@@ -30,27 +30,28 @@ class ScaleSlot(NamedTuple):
 
 
 def rounded_before_gathering(scaling: Scaling) -> bool:
-    """Whether ranks that share out a projection's rows (``zero=3``) round them, and then gather.
+    """Whether ranks that shard a projection (``zero=3``) round it to fp8 before they all-gather it.
 
-    One scale serves both products of a weight. Scales of rows do not: in the backward pass its columns have theirs, and
-    rounded by row it would be another weight. So there it is gathered in the compute precision.
+    Tensorwise, one scale serves both of a weight's products. Rowwise does not: the backward pass needs scales by
+    column, and a weight already rounded by row would be a different one. So rowwise gathers in the compute
+    precision.
     """
     return scaling == "tensorwise"
 
 
 def gathered_width(recipe: Recipe) -> int:
-    """Bytes of a value of such a weight as it is gathered; all other parameters' are of the compute precision."""
+    """Bytes per value of such a weight when gathered; all other parameters are gathered in the compute precision."""
     rounded = recipe.precision == "fp8" and rounded_before_gathering(recipe.fp8)
     return 1 if rounded else compute_width(recipe)
 
 
 def gathered_alike(shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether a block's parameter is such a weight, of which all ranks have equally many rows: nothing is padded."""
+    """Whether a block's parameter is such a weight and divides evenly over ranks, without padding."""
     return len(shape) == 2 and shape[0] % ranks == 0
 
 
 def scale_slots(scaling: Scaling, outputs: int, inputs: int, by_input: bool) -> list[ScaleSlot]:
-    """Of one rank's part of a weight. ``by_input``: tensor ranks have other inputs of it, otherwise other outputs."""
+    """The scales of one rank's part of a weight. ``by_input``: tensor ranks split its inputs; otherwise its outputs."""
     if scaling == "tensorwise":
         return [ScaleSlot(1, True)]
     return [ScaleSlot(outputs, by_input), ScaleSlot(inputs, not by_input)]

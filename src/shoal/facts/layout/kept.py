@@ -1,8 +1,8 @@
-"""What a compiled block keeps of a micro-batch for its backward pass, tensor by tensor.
+"""The activations that a compiled block saves for its backward pass, tensor by tensor, per micro-batch.
 
-The engine's checkpoint policy (``parallel/compile.py``) makes this list true, the memory ledger adds it up, and
-``tests/parallel/test_compile.py`` holds it against what compiled blocks save. Weights are not in it, nor is what all
-layers share: rotary tables, positions, documents, dropout's keys.
+The engine's checkpoint policy (``parallel/compile.py``) enforces this list, the memory ledger sums it, and
+``tests/parallel/test_compile.py`` compares it with what compiled blocks really save. It excludes weights and what
+all layers share: rotary tables, positions, document boundaries, dropout keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.facts.layout import Recompute
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Model
 
-# Of the logarithm of Σ exp that a fused kernel of attention leaves for each query and head, unless it computes in fp64.
+# Bytes of the log-sum-exp that fused attention saves per query and head, unless it computes in fp64.
 LOG_SUM_BYTES = 4
 
 INPUT = "block input"
@@ -28,14 +28,14 @@ DOWN = "down_proj result"
 
 class KeptTensor(NamedTuple):
     place: str
-    bytes: int  # a token
-    of_stream: bool = False  # of the residual stream: with sequence parallelism a rank has 1/tp of its tokens
+    bytes: int  # per token
+    of_stream: bool = False  # part of the residual stream: with sequence parallelism, 1/tp of the tokens
 
 
 def kept_tensors(
     model: Model, kind: Recompute, compute: int, tp: int = 1, sp: bool = False
 ) -> tuple[KeptTensor, ...]:
-    """Of a dense block with one rank's share of the heads and features. ``compute``: bytes a value."""
+    """What a dense block saves, for one rank's share of heads and features. ``compute``: bytes per value."""
     stream = KeptTensor(INPUT, compute * model.hidden, of_stream=True)
     if kind == "full":
         return (stream,)
@@ -45,7 +45,7 @@ def kept_tensors(
     if sp and tp > 1:
         found += [KeptTensor(place, compute * model.hidden) for place in GATHERED]
     if model.qk_norm and model.positions == "rotary":
-        # The norm's backward pass reads what was projected, attention's what came of it.
+        # The norm's backward pass reads the projections' results; attention's reads what the norm made of them.
         found += [KeptTensor(place, size) for place, size in zip(PROJECTED, (query, key), strict=True)]
     found += [KeptTensor(QUERIES, query), KeptTensor(KEYS, key), KeptTensor(VALUES, key)]
     if kind == "none":
@@ -54,11 +54,12 @@ def kept_tensors(
             KeptTensor(LOG_SUM, max(LOG_SUM_BYTES, compute // 8 * 8) * heads),
         ]
     if not model.parallel_residual:
-        # What the second norm reads, less the block's input. In parallel both norms read that.
+        # The input of the second norm, minus the block's input. With parallel residuals both norms read the block's
+        # input.
         found.append(KeptTensor(OUT, compute * model.hidden, of_stream=True))
     inner = compute * even_share(model.ffn, tp)
     found += [KeptTensor(place, inner) for place in ((GATE, UP) if model.gated else (UP,))]
     if model.output_norms:
-        # What the norm behind the MLP reads; the one behind attention reads what is there already.
+        # The input of the norm behind the MLP; the norm behind attention reads a tensor that is already saved.
         found.append(KeptTensor(DOWN, compute * model.hidden, of_stream=True))
     return tuple(found)

@@ -1,7 +1,7 @@
 """Legality rules: which layouts a model, a recipe and a cluster allow.
 
-Every rule is checked and every violation reported at once, each with the nearest legal value. That value is
-found by trying: it is named only where it puts the rule right and, if at all possible, breaks no other.
+All rules are checked and all violations reported together, each with the nearest legal value. That value is found
+by trial: it is suggested only if it fixes the rule and, where possible, breaks no other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.facts.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules judge."""
+    """The input of every rule."""
 
     layout: Layout
     model: Model
@@ -32,7 +32,7 @@ class Case:
     cluster: Cluster | None
     strict: bool
     fp8: bool
-    rows: int = 1  # sequences that belong together, in one micro-batch
+    rows: int = 1  # sequences that must stay together in one micro-batch
     blockwise: bool = False
 
     @classmethod
@@ -61,14 +61,14 @@ class Case:
 class Violation:
     rule: str
     what: str
-    cures: tuple[str, ...]  # keys whose change may put it right, the best first
-    otherwise: str = ""  # the fix where no single value does
+    cures: tuple[str, ...]  # keys whose change may fix it, best first
+    otherwise: str = ""  # the suggestion if no single value fixes it
 
 
 def check(
     layout: Layout, model: Model, recipe: Recipe, cluster: Cluster | None = None, strict: bool = False
 ) -> None:
-    """Raise one ``BadInput`` that holds every violated rule."""
+    """Raise one ``BadInput`` that lists every violated rule."""
     problems = violations(layout, model, recipe, cluster, strict)
     if problems:
         raise BadInput(problems)
@@ -85,7 +85,7 @@ def violations(
 
 
 def broken(case: Case) -> Iterator[Violation]:
-    """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
+    """Every violated rule, without searching for fixes: a planner calls this for thousands of layouts."""
     for rules in (
         _lengths,
         _batch,
@@ -102,28 +102,28 @@ def broken(case: Case) -> Iterator[Violation]:
 
 
 def worlds(cluster: Cluster | None) -> range | None:
-    """How many ranks a cluster takes; None: any number."""
-    # Processes on a CPU share it, so any world runs on any machine.
+    """The world sizes that a cluster accepts; None: any."""
+    # Processes share a CPU, so any world size runs on any machine.
     if cluster is None or cluster.device.name == "cpu":
         return None
-    # Leaving some of this machine's devices idle is the user's choice.
+    # On this machine the user may leave devices idle.
     least = 1 if cluster.name == "local" else cluster.devices
     return range(least, cluster.devices + 1)
 
 
 def nearest_divisor(wanted: int, total: int) -> int:
-    """The divisor of ``total`` that is closest to ``wanted``; the smaller of two that are equally close."""
+    """The divisor of ``total`` closest to ``wanted``; the smaller one on a tie."""
     return nearest_first(wanted, divisors(total))[0]
 
 
 def nearest_multiple(wanted: int, unit: int) -> int:
-    """The multiple of ``unit``, from 1 up, closest to ``wanted``; the smaller of two that are equally close."""
+    """The positive multiple of ``unit`` closest to ``wanted``; the smaller one on a tie."""
     below = wanted // unit * unit
     return nearest_first(wanted, (max(unit, below), below + unit))[0]
 
 
 def nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
-    """The values, the closest to ``wanted`` first."""
+    """The values, sorted by distance from ``wanted``."""
     return sorted(values, key=lambda value: (abs(value - wanted), value))
 
 
@@ -131,7 +131,7 @@ def nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
 
 
 def beyond_positions(model: Model, seq: int) -> str | None:
-    """A warning where rows are longer than a rotary model's positions: no rule forbids it, and few models bear it."""
+    """A warning for rows longer than a rotary model's positions: no rule forbids it, but few models handle it well."""
     if model.positions == "learned" or seq <= model.max_positions:
         return None
     return (
@@ -141,7 +141,7 @@ def beyond_positions(model: Model, seq: int) -> str | None:
 
 
 def _lengths(case: Case) -> Iterator[Violation]:
-    # Rotary positions can be asked for beyond what the model has seen; a learned table simply ends.
+    # Rotary positions extrapolate beyond the trained range; a learned table ends.
     most = case.model.max_positions
     if case.model.positions == "learned" and case.seq > most:
         what = f"seq={case.seq} is longer than the {most} learned positions of {case.model.name}"
@@ -175,7 +175,7 @@ def _tensor(case: Case) -> Iterator[Violation]:
     if model.heads % tp:
         what = f"tp={tp} does not divide the {model.heads} attention heads of {model.name}"
         yield Violation("heads", what, ("tp",))
-    # With fewer key/value heads than ranks, each head lives on several ranks; that needs whole multiples.
+    # With fewer key/value heads than ranks, each head is replicated on several ranks; that needs a whole multiple.
     if model.kv_heads % tp and tp % model.kv_heads:
         what = f"tp={tp} and the {model.kv_heads} key/value heads of {model.name}: neither divides the other"
         yield Violation("key/value heads", what, ("tp",))
@@ -217,7 +217,7 @@ def _context(case: Case) -> Iterator[Violation]:
         split = f"tp·cp = {layout.tp * cp}"
         what = f"cp_kind=ulysses: {split} does not divide the {model.heads} heads of {model.name}"
         yield Violation("ulysses heads", what, ("cp", "cp_kind"))
-    # As for tensor ranks: with fewer key/value heads than ranks, several are sent the same one.
+    # As for tensor ranks: with fewer key/value heads than ranks, several ranks receive the same head.
     key_heads = max(1, model.kv_heads // layout.tp)
     if layout.cp_kind == "ulysses" and key_heads % cp and cp % key_heads:
         what = f"cp_kind=ulysses: of cp={cp} and {key_heads} key/value heads a tensor rank, neither divides the other"
@@ -253,7 +253,7 @@ def _experts(case: Case) -> Iterator[Violation]:
         what = f"ep={ep} does not divide the {model.experts.count} experts of {model.name}"
         yield Violation("experts", what, ("ep",))
     if model.experts is not None and model.hidden % layout.tp:
-        # Each of them sends its own features of every token.
+        # Each tensor rank sends its own features of every token.
         what = f"ep={ep}: tp={layout.tp} does not divide the hidden width {model.hidden} of {model.name}"
         yield Violation("expert features", what, ("tp", "ep"))
     ranks = layout.data_ranks * layout.cp
@@ -268,11 +268,11 @@ def _experts(case: Case) -> Iterator[Violation]:
 
 
 def _float8(case: Case) -> Iterator[Violation]:
-    """Kernels take tiles of 16 values, of a rank's features and of a micro-batch's tokens."""
+    """fp8 kernels need multiples of 16 in a rank's features and in a micro-batch's tokens."""
     if not case.fp8:
         return
     layout, model, tp = case.layout, case.model, case.layout.tp
-    # Each with the number of ranks that have a part of it.
+    # Each width with the number of ranks that split it.
     widths = {
         "hidden": (model.hidden, 1),
         "query": (model.heads * model.head_dim, tp),
@@ -321,7 +321,7 @@ def _world(case: Case) -> Iterator[Violation]:
 
 
 def _fix(case: Case, violation: Violation, rules: set[str]) -> str:
-    """The nearest legal value of each key that can put it right; at first only such as break no other rule."""
+    """The nearest legal value of each key that can fix the violation, preferring values that break no other rule."""
 
     def cured(changed: Case) -> bool:
         return violation.rule not in {other.rule for other in broken(changed)}
@@ -350,7 +350,7 @@ def _nearest_legal(case: Case, key: str, good: Callable[[Case], bool]) -> str:
 
 
 def _candidates(case: Case, key: str) -> list[int] | list[str]:
-    """Values worth trying, the nearest first."""
+    """Values worth trying, nearest first."""
     layout, model = case.layout, case.model
     if key == "sp":
         return [0]

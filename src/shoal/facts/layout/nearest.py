@@ -1,10 +1,11 @@
 """The legal layouts nearest to an illegal one.
 
-Distance is the sum of |log2(new degree / old degree)| over all degrees: doubling or halving one costs 1. Equally far
-layouts are ordered by how few policies change, then by keeping the number of ranks, then by how few degrees change.
+The distance is the sum of |log2(new degree / old degree)| over all degrees: doubling or halving a degree costs 1.
+Ties are broken by fewer changed policies, then by keeping the world size, then by fewer changed degrees.
 
-The rules themselves judge every candidate. Here is only what keeps candidates few: a degree must be legal by itself,
-degrees must multiply to a world that the cluster takes, and of many only the nearest can be among the nearest.
+The legality rules judge every candidate. This module only keeps candidates few: each degree must be legal by
+itself, the degrees must multiply to a world size that the cluster accepts, and only the nearest combinations are
+tried.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from shoal.facts.problem import Problem
 from shoal.facts.recipe import Recipe
 
 NAMED = 3
-# Values of one degree that are combined with those of the others, where the world is free. Three would do if degrees
-# were independent; those of experts and data are not.
+# Values kept per degree where the world size is free. Three would do if degrees were independent, but experts and
+# data are not.
 FEW = 5
-# Combinations whose policies are tried: a bound on the time spent where nothing is legal.
+# Combinations whose policies are tried: bounds the time spent if nothing is legal.
 MOST_TRIED = 200
 
 POLICIES = tuple(key for key in Layout.model_fields if key not in DEGREES)
-# What one degree breaks, and other degrees put right.
+# Rules that one degree breaks and other degrees can satisfy.
 RULES_OF_SEVERAL = {"world", "expert ranks"}
 
-# Whether a layout may be named; it refuses what no rule forbids, such as what the engine does not run yet.
+# Whether a layout may be suggested; filters what no rule forbids, such as layouts the engine does not run yet.
 Wanted = Callable[[Layout], bool]
 
 
@@ -50,7 +51,7 @@ def problems(
     strict: bool = False,
     wanted: Wanted = everything,
 ) -> list[Problem]:
-    """Every violated rule with its fix, as ``legality.violations``, and last the nearest legal layouts."""
+    """Every violated rule with its fix, as in ``legality.violations``, followed by the nearest legal layouts."""
     found = violations(layout, model, recipe, cluster, strict)
     near = nearest_layouts(layout, model, recipe, cluster, strict, wanted) if found else []
     if near:
@@ -67,7 +68,7 @@ def nearest_layouts(
     strict: bool = False,
     wanted: Wanted = everything,
 ) -> list[Layout]:
-    """Up to three legal layouts, the nearest first; none where it is the recipe that would have to change."""
+    """Up to three legal layouts, nearest first; none if only a change of the recipe would help."""
     asked = Case.of(layout, model, recipe, cluster, strict)
     if not _legal_alone(asked, Layout(), wanted):
         return []
@@ -93,19 +94,19 @@ def _sum(distances: Iterable[float]) -> float:
 
 
 def _changes(asked: Layout, other: Layout) -> tuple[Any, ...]:
-    """The order of equally far layouts."""
+    """The sort key among equally distant layouts."""
     policies = sum(getattr(asked, policy) != getattr(other, policy) for policy in POLICIES)
     return policies, asked.world != other.world, *_order(asked.degrees.values(), other.degrees.values())
 
 
 def _order(old: Iterable[int], new: Iterable[int]) -> tuple[int, ...]:
-    """Of equally far degrees those first of which fewer change, then those of the simpler strategies."""
+    """Prefer fewer changed degrees, then changes to simpler strategies."""
     new = tuple(new)
     return sum(before != after for before, after in zip(old, new, strict=True)), *(-degree for degree in new)
 
 
 def _legal_alone(asked: Case, layout: Layout, wanted: Wanted) -> bool:
-    """Whether nothing stands against the one degree that is set here, whatever the others are."""
+    """Whether the one degree set here is legal by itself, whatever the others are."""
     rules = {violation.rule for violation in broken(replace(asked, layout=layout))}
     return rules <= RULES_OF_SEVERAL and wanted(layout)
 
@@ -114,7 +115,7 @@ def _legal_alone(asked: Case, layout: Layout, wanted: Wanted) -> bool:
 
 
 class Degrees(NamedTuple):
-    """Of a layout, in its order."""
+    """The degrees of a layout, in its field order."""
 
     dp: int
     fsdp: int
@@ -125,7 +126,7 @@ class Degrees(NamedTuple):
 
 
 class Candidates:
-    """Combinations of degrees that may be legal, each with its distance from what was asked for."""
+    """Combinations of degrees that may be legal, each with its distance from the requested layout."""
 
     def __init__(self, asked: Case, wanted: Wanted) -> None:
         self.asked = asked
@@ -141,7 +142,7 @@ class Candidates:
         expert = self._values("ep", divisors(model.experts.count) if model.experts else [1])
         splits: dict[int, list[tuple[float, int, int]]] = {}
         for (to_tp, tp), (to_cp, cp), (to_pp, pp) in product(tensor, context, pipeline):
-            others = tp * cp * pp if self.worlds else 1  # where any world will do, they make no difference
+            others = tp * cp * pp if self.worlds else 1  # irrelevant if any world size will do
             if others not in splits:
                 splits[others] = self._splits(others)
             for to_data, dp, fsdp in splits[others]:
@@ -150,7 +151,7 @@ class Candidates:
                     yield far, Degrees(dp, fsdp, tp, cp, pp, ep)
 
     def _values(self, axis: str, values: Iterable[int], *policies: dict[str, Any]) -> list[tuple[float, int]]:
-        """Those that are legal by themselves with some of these policies, each with its distance, nearest first."""
+        """The values legal by themselves under some of these policies, each with its distance, nearest first."""
         old, taken = getattr(self.asked.layout, axis), self.worlds
         fitting = [value for value in values if taken is None or any(world % value == 0 for world in taken)]
         legal = (
@@ -164,7 +165,7 @@ class Candidates:
         return list(islice(legal, FEW) if taken is None else legal)
 
     def _splits(self, others: int) -> list[tuple[float, int, int]]:
-        """The nearest dp and fsdp beside so many ranks on other axes: to every rule only their product matters."""
+        """The nearest dp and fsdp for this many ranks on the other axes: the rules depend only on their product."""
         layout, taken = self.asked.layout, self.worlds
         found = [
             (_sum((_steps(layout.dp, dp), _steps(layout.fsdp, ranks // dp))), dp, ranks // dp)
@@ -178,11 +179,11 @@ class Candidates:
         return nsmallest(FEW, found, key=lambda split: (split[0], *_order(old, split[1:])))
 
 
-# Policies. Each has rules of its own, so one is settled after the other; a policy that breaks nothing stays.
+# Policies. Their rules are independent, so they are settled one by one; a policy that breaks no rule is kept.
 
 
 def _with_policies(asked: Case, degrees: Degrees, wanted: Wanted) -> Layout | None:
-    """The layout of these degrees whose policies differ least from those that were asked for, if one is legal."""
+    """The legal layout with these degrees whose policies differ least from the requested ones, or None."""
 
     def faults(layout: Layout) -> int:
         return len(list(broken(replace(asked, layout=layout)))) + (not wanted(layout))
@@ -196,7 +197,7 @@ def _with_policies(asked: Case, degrees: Degrees, wanted: Wanted) -> Layout | No
 
 
 def _alternatives(asked: Case, layout: Layout) -> Iterator[list[dict[str, Any]]]:
-    """Other values of each policy that a rule may forbid, the nearest first."""
+    """For each policy that a rule may forbid, its other values, nearest first."""
     yield [{"sp": False}]
     yield [{"cp_kind": "ulysses" if layout.cp_kind == "ring" else "ring"}]
     most_chunks = max(1, asked.model.layers // layout.pp)

@@ -1,10 +1,10 @@
-"""What waits off the device, and in how many bytes: decided once, for the engine and for predictions.
+"""Offload: which states live off the device and in how many bytes, for both the engine and predictions.
 
-``offload=optimizer`` gives the host the master copies, the optimizer's states and the update. The network's weights
-stay on the device in the compute precision; gradients leave it as they are summed. ``offload=params`` sends the
-weights away as well, and with them their update. ``optimizer@nvme`` keeps what only an update reads in files;
-``params@nvme`` keeps weights there, and unless it is written with ``optimizer`` the states, and gradients while they
-wait for the norm.
+``offload=optimizer`` moves the master weights, the optimizer states and the update itself to the host. The
+network's weights stay on the device in the compute precision; gradients move to the host once they are reduced.
+``offload=params`` moves the weights too, and with them their update. ``optimizer@nvme`` keeps in files what only
+the update reads; ``params@nvme`` keeps the weights there and, unless ``optimizer`` is also given, the optimizer
+states, and gradients while they wait for the norm.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.layout import Layout, Offload
 from shoal.facts.recipe import Recipe
 
-# Blocks that are on their way at once: one is used or updated while the other travels.
+# Blocks in flight at once: one is used or updated while the other is copied.
 IN_FLIGHT = 2
-# Elements whose states are in memory at once where they rest in files, at most: read ahead, updated, written behind.
-# And the share of a rank's that are, at most, in stretches of a quarter of that.
+# For states on NVMe: the most elements in memory at once (read ahead, being updated, written behind), the largest
+# such share of a rank's elements, and the number of stretches that the ring is divided into.
 RING, RING_SHARE, STRETCHES = 2**25, 32, 4
-# Of the time that an update's states have until the next gradients take their gradients' place, what is planned with.
+# The share that the planner counts on of the time between an update and the moment when the next gradients
+# overwrite the old ones; states may be written during it.
 LATE_SHARE = 0.85
-# Buffers between files and other memory, and bytes of each: what several threads read or write at once.
+# Staging buffers between files and memory, and the bytes of each, which several threads read or write at once.
 STAGES, STAGED = 4, 8 << 20
 
 
 def offloaded(sizes: Sequence[int], fraction: float) -> int:
-    """The number of the first offloaded piece, of a rank's pieces in forward order; from there on all are.
+    """The index of the first offloaded piece, among a rank's pieces in forward order; all later ones are offloaded
+    too.
 
-    What comes first stays: its weights are needed first, and its gradients come last. The cut is between pieces, and
-    never leaves more on the device than was asked for: at least ``fraction`` of the elements is offloaded.
+    The first layers stay on the device, because their weights are needed first and their gradients come last. The
+    cut falls between pieces and rounds towards offloading: at least ``fraction`` of the elements is offloaded.
     """
     stays = (1 - fraction) * sum(sizes)
     kept = 0
@@ -44,7 +46,7 @@ def offloaded(sizes: Sequence[int], fraction: float) -> int:
 
 
 def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
-    """How much of ``what`` is offloaded, and where to. A parameter that is away is updated away."""
+    """How ``what`` is offloaded, or None. A parameter that lives off the device is also updated off the device."""
     if not parts:
         return None
     found: dict[str, Offload] = {part.what: part for part in parts}
@@ -57,10 +59,10 @@ def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
 
 
 def leaves_early(layout: Layout) -> bool:
-    """Whether gradients of offloaded parameters leave the device in every backward pass, and not once a step.
+    """Whether gradients of offloaded parameters move to the host in every backward pass rather than once per step.
 
-    They do where a pass completes them: with one data rank as they are computed, with ``zero=3`` and ``zero=2`` as they
-    are summed. In a pipeline, and where replicas sum once a step, they add up on the device.
+    They do where one pass completes them: on one data rank as they are computed, with ``zero=2`` and ``zero=3`` as
+    they are reduced. In a pipeline, and with replicas that reduce once per step, they accumulate on the device.
     """
     if layout.pp > 1 or waiting(layout.offload, "optimizer") is None:
         return False
@@ -70,10 +72,11 @@ def leaves_early(layout: Layout) -> bool:
 
 
 def states_may_be_late(recipe: Recipe, layout: Layout) -> bool:
-    """Whether an update may give the device its new weights first, and write its states beside the next backward pass
-    (``train/late_states.py``). It does in one pass over memory: AdamW's, with states as wide as they are computed.
+    """Whether an update may return the new weights first and write its states during the next backward pass
+    (``train/late_states.py``). Only a single-pass update in memory can: AdamW with fp32 states.
 
-    Where parameters rest with the host as well, of those that do."""
+    If parameters are offloaded as well, this holds for those that are.
+    """
     states, params = (waiting(layout.offload, what) for what in ("optimizer", "params"))
     if states is None or states.nvme or (params is not None and params.nvme):
         return False
@@ -81,61 +84,63 @@ def states_may_be_late(recipe: Recipe, layout: Layout) -> bool:
 
 
 def late_elements(window: float, rate: float, elements: float) -> float:
-    """How many elements' states are late, of those that may be: no more than ``rate`` a second have time for."""
+    """How many of ``elements`` have their states written late: as many as ``rate`` per second allows within
+    ``window``.
+    """
     return min(elements, LATE_SHARE * window * rate)
 
 
 def returning_elements(elements: float) -> int:
-    """New weights that pass through a ring while their gradients wait: of so many, those that are there at once."""
+    """New weights in flight in the ring buffer, out of ``elements``, while their gradients are still in use."""
     return min(RING, round(elements) // RING_SHARE)
 
 
 class AwayBytes(NamedTuple):
-    """Bytes of a parameter whose states are offloaded."""
+    """Bytes per parameter whose states are offloaded."""
 
-    master: float  # the copy that the host updates
-    moments: float  # all other states of the optimizer
-    gradient: float  # as it waits for the update
-    back: float  # the new weight, as it returns, in the gradient's place
-    travelling: float  # the gradient on its way
+    master: float  # the master weight, which the host updates
+    moments: float  # all other optimizer states
+    gradient: float  # while it waits for the update
+    back: float  # the new weight on its way to the device; it replaces the gradient
+    travelling: float  # the gradient on its way to the host
 
     @property
     def states(self) -> float:
-        """What only the update reads and writes: with ``@nvme`` it is in files."""
+        """States that only the update reads and writes; with ``@nvme`` they are in files."""
         return self.master + self.moments
 
     @property
     def updated(self) -> float:
-        """What an update moves: states are read and written, the gradient is read, the new weight written."""
+        """Bytes that an update moves: states read and written, gradient read, new weight written."""
         return 2 * self.states + self.gradient + self.back
 
     @property
     def weight_first(self) -> float:
-        """What its new weight alone takes, before its states are written."""
+        """Bytes moved to compute the new weight alone, before its states are written."""
         return self.states + self.gradient + self.back
 
     @property
     def late(self) -> float:
-        """What its states take then."""
+        """Bytes moved to write its states afterwards."""
         return 2 * self.states + self.gradient
 
     @property
     def added(self) -> float:
-        """What it moves to add up a gradient that has arrived."""
+        """Bytes moved to accumulate a gradient that has arrived."""
         return 2 * self.gradient + self.travelling
 
 
 def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
-    """A gradient leaves as it was computed, with ``zero=2`` as it was summed, and at the end of a step as it added up,
-    with ``zero=3`` as its weight is.
+    """Bytes per offloaded parameter. A gradient moves in the precision it was computed in; with ``zero=2`` in that
+    of the reduction; at the end of a step in that of its accumulator, or with ``zero=3`` of its weight.
 
-    Where every one of several micro-batches sends its own, they are added up on the host, as wide as on the device.
+    If each of several micro-batches sends its own, the host accumulates them as wide as the device would.
     """
     hold, early = bytes_per_parameter(recipe, stack), leaves_early(layout)
     travelling = hold.gradient
     if early or (layout.shards > 1 and layout.zero == 3):
         summed = layout.shards > 1 and layout.zero == 2
-        # Never narrower than the weight that will take its place.
+        # Never narrower than the weight that replaces it.
         travelling = max(hold.reduce, hold.compute) if summed else hold.compute
     return AwayBytes(
         master=hold.master or hold.weight,
@@ -154,14 +159,15 @@ class OffDevice(NamedTuple):
 
 
 def staged_bytes(adds_up: bool) -> int:
-    """Between files and other memory; as much again where something is added to what is in a file."""
+    """Bytes of the staging buffers between files and memory; doubled where gradients are added to a file's contents."""
     return STAGES * STAGED * (1 + adds_up)
 
 
 def ring_elements(elements: float, largest: float) -> float:
-    """Of so many elements whose states rest in files, those that are in memory at once. ``largest``: of the pieces.
+    """Elements of the in-memory ring for states in files. ``elements``: all such; ``largest``: of the largest
+    piece.
 
-    A larger one than a stretch passes in several.
+    A piece larger than a stretch passes through in several.
     """
     return max(min(RING, elements / RING_SHARE), min(largest, RING // STRETCHES))
 
@@ -176,12 +182,12 @@ def off_device(
     all_filed: bool,
     returning: float = 0.0,
 ) -> OffDevice:
-    """Of so many offloaded parameters of a rank, of which a block has at most ``block``, a piece ``largest``.
+    """Bytes off the device for ``elements`` offloaded parameters of a rank; at most ``block`` in one transformer
+    block and ``largest`` in one piece.
 
-    Gradients that are yet to be added up where they rest pass through buffers for two blocks, larger pieces in parts;
-    states on their way from a file and back through a ring. ``all_filed``: so do gradients, which came there through
-    buffers of their own (``params@nvme``, and states with it). ``returning``: of the parameters those whose new weights
-    pass through a ring.
+    Gradients to be accumulated on the host arrive in buffers for two blocks, larger pieces in parts; states in
+    files pass through a ring. ``all_filed``: gradients do too, staged through buffers of their own
+    (``params@nvme``, with its states). ``returning``: parameters whose new weights pass through a ring.
     """
     ring = ring_elements(elements, min(largest, elements))
     if all_filed:

@@ -1,7 +1,8 @@
-"""Parameter groups: parameters whose states are sharded over, and replicated on, the same ranks.
+"""Parameter groups: parameters whose states are sharded over and replicated on the same ranks.
 
-The engine makes one reducer for each group; ``predict`` and the planner price the same list. Routed experts are a group
-because ``ep`` data ranks hold one set of them together. LoRA's factors are one because they alone are trained.
+The engine creates one reducer per group; ``predict`` and the planner price the same list. Routed experts form a
+group because ``ep`` data ranks hold one set of them together. LoRA's factors form one because only they are
+trained.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DENSE, EXPERTS, ADAPTERS = "dense", "experts", "adapters"
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: what they are called, how many they are, how far apart in rank two neighbours are."""
+    """A process group: its name, its size, and the distance in rank between neighbours."""
 
     name: str
     size: int
@@ -27,7 +28,7 @@ class RankGroup(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Who shares one copy of a parameter's states, and who holds the same shard of other copies."""
+    """The ranks that shard one copy of a parameter's states, and the ranks that replicate the same shard."""
 
     sharded: RankGroup
     replicated: RankGroup
@@ -35,7 +36,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """``zero``: with 1 the optimizer's states are sharded, with 2 gradients too, with 3 parameters as well."""
+    """``zero=1`` shards optimizer states, 2 also gradients, 3 also parameters."""
 
     name: str
     sharded: RankGroup
@@ -46,26 +47,28 @@ class ParameterGroup:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether ranks hold shards of the parameters themselves, as FSDP has them."""
+        """Whether the parameters themselves are sharded, as in FSDP."""
         return self.zero == 3 and self.sharded.size > 1
 
 
 def experts_fit(ep: int, shards: int) -> bool:
-    """Whether the ranks that hold the same experts are evenly spaced, and so can shard and copy them as groups, where
-    ``shards`` ranks share one copy of everything else.
+    """Whether the ranks with the same experts are evenly spaced, and so can form shard and replica groups.
+    ``shards``: ranks that shard one copy of all other parameters.
     """
     return shards % ep == 0 or ep % shards == 0
 
 
 @lru_cache(maxsize=8192)
 def placement(tp: int, cp: int, fsdp: int, dp: int, ep: int = 1) -> Placement:
-    """Of parameters of which ``ep`` data ranks hold one set: 1 for all but routed experts.
+    """The placement of parameters of which ``ep`` data ranks together hold one set; ``ep`` is 1 for all but routed
+    experts.
 
-    Context ranks shard with the ranks of ``fsdp``. Experts are spread over the ranks of a copy first, and where these
-    are not enough over copies. The ranks that hold the same experts shard and copy them (``experts_fit``).
+    Context ranks shard along with the ranks of ``fsdp``. Experts spread over the ranks of one replica first, then
+    over replicas if those are not enough. The ranks that hold the same experts shard and replicate them
+    (``experts_fit``).
     """
     shards = fsdp * cp
-    within = gcd(ep, shards)  # of the ranks of a copy, those that have different experts
+    within = gcd(ep, shards)  # ranks of one replica that have different experts
     name, rest = "fsdp" if cp == 1 else "fsdp·cp", "/ep" if ep > 1 else ""
     return Placement(
         RankGroup(name + rest, shards // within, tp * within),
@@ -75,7 +78,7 @@ def placement(tp: int, cp: int, fsdp: int, dp: int, ep: int = 1) -> Placement:
 
 @lru_cache(maxsize=8192)
 def parameter_groups(layout: Layout, experts: bool, lora: bool) -> dict[str, ParameterGroup]:
-    """The groups of a network, by name. Under ``lora`` all but its factors is frozen."""
+    """The parameter groups of a network, by name. Under ``lora`` only its factors are trained."""
 
     def group(name: str, ep: int, trained: bool) -> ParameterGroup:
         placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp, ep)
@@ -93,8 +96,8 @@ def group_name(parameter: Parameter) -> str:
 
 
 def meeting_in_blocks(layout: Layout) -> RankGroup:
-    """The ranks that exchange activations inside of a block; with ``ep`` all of a stage, for those that hold the same
-    experts gather them there.
+    """The ranks that exchange activations inside a block. With ``ep`` these are all ranks of the stage, because
+    ranks that hold the same experts gather their shards inside the block.
     """
     if layout.ep > 1:
         return RankGroup("stage", layout.world // layout.pp, 1)
@@ -104,12 +107,12 @@ def meeting_in_blocks(layout: Layout) -> RankGroup:
 
 
 def expert_ranks(layout: Layout) -> RankGroup:
-    """Neighbouring data ranks that hold different experts: together one set of them."""
+    """Neighbouring data ranks that together hold one set of experts, each rank a different part."""
     return RankGroup("ep", layout.ep, layout.tp)
 
 
 def replica_ranks(layout: Layout) -> RankGroup:
-    """The neighbouring ranks that together hold every element of a stage, copies aside."""
+    """The neighbouring ranks that together hold one replica of a stage."""
     shards = placement(layout.tp, layout.cp, layout.fsdp, layout.dp).sharded
     if layout.tp == 1:
         return shards
@@ -119,7 +122,7 @@ def replica_ranks(layout: Layout) -> RankGroup:
 
 
 def stage_ranks(layout: Layout) -> RankGroup:
-    """All ranks that hold the same stages, copies too."""
+    """All ranks that hold the same stages, replicas included."""
     several = [axis for axis in AXES if axis != "pp" and getattr(layout, axis) > 1]
     return RankGroup("·".join(several), layout.world // layout.pp, 1)
 
@@ -129,8 +132,8 @@ _COMMUNICATORS: dict[tuple[int, ...], dict[str, RankGroup]] = {}
 
 
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
-    """Every set of ranks that one rank of a layout may communicate in, by its name. They depend on the degrees alone,
-    and a search asks for the same ones many times.
+    """Every group that one rank of a layout may communicate in, by name. Depends on the degrees alone, so a search
+    hits the cache often.
     """
     key = (*(getattr(layout, axis) for axis in AXES), layout.ep, kv_heads)
     known = _COMMUNICATORS.get(key)
@@ -150,7 +153,7 @@ def _communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
         expert_ranks(layout),
         replica_ranks(layout),
         stage_ranks(layout),
-        RankGroup("tp copies", tp // kv_heads, 1),  # that share a key/value head
+        RankGroup("tp copies", tp // kv_heads, 1),  # ranks that share a key/value head
         RankGroup("pp ends", 2, (pp - 1) * stride("pp", layout)),
         RankGroup("control", layout.world, 1),
     ]

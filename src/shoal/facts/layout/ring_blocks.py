@@ -1,9 +1,9 @@
-"""What one turn of ring attention computes: rectangles of queries and keys that see each other.
+"""The attention blocks of one ring-attention step: rectangles of queries and keys that see each other.
 
-A rank holds an early and a late piece of every row (``facts/layout/sequence.py``). Of two pieces the later one's
-queries see all keys of the earlier one, as far as their document and the window reach back. Only the document that runs
-on from the one piece into the other can do that, so it is one rectangle, whatever else the pieces hold. Within a piece
-attention is causal, document by document. Every query of a rectangle sees at least one of its keys.
+Each rank holds an early and a late piece of every row (``facts/layout/sequence.py``). Between two different pieces,
+the later one's queries see all keys of the earlier one, as far as their document and the attention window reach
+back. Only a document that spans both pieces qualifies, so one rectangle suffices, whatever else the pieces contain.
+Within a piece, attention is causal per document. Every query of a rectangle sees at least one of its keys.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 
 class Rectangle(NamedTuple):
-    """Of rows [first_row, last_row): queries [begin, end) and keys [keys_begin, keys_end), counted in a rank's tokens.
+    """In rows [first_row, last_row): queries [begin, end) and keys [keys_begin, keys_end), as indices into a rank's
+    tokens.
 
-    The first query comes ``distance`` tokens after the first key. Where some query does not see some key, for it comes
-    later or is ``window`` or more tokens back, the rectangle is ``masked``.
+    The first query is ``distance`` tokens after the first key. ``masked``: some query does not see some key,
+    because the key comes later or is ``window`` or more tokens back.
     """
 
     first_row: int
@@ -32,7 +33,7 @@ class Rectangle(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Queries and keys are the same tokens, and no window cuts them."""
+        """Whether queries and keys are the same tokens, with no window cutting them."""
         return self.masked and self.window is None and self.distance == 0
 
 
@@ -45,15 +46,16 @@ def rectangles(
     ends: Sequence[int] | None,
     window: int | None,
 ) -> Iterator[Rectangle]:
-    """Of rank ``index``'s queries with rank ``source``'s keys. Each rank has ``tokens`` of each of these rows.
+    """Rectangles of rank ``index``'s queries with rank ``source``'s keys. Each rank has ``tokens`` tokens of each
+    row.
 
-    ``ends``: cumulative lengths of the documents of all rows, one row after the other; None: a row is a document.
+    ``ends``: cumulative document lengths over all rows, row after row; None: each row is one document.
     """
     size, length = tokens // 2, tokens * ranks
     if window is not None and window >= length:
         window = None
     if ends is None and window is None:
-        # Whole pieces: what is early is early for both pieces of a later rank.
+        # Whole pieces: an earlier rank's early piece precedes both pieces of a later rank.
         if source == index:
             yield Rectangle(0, rows, 0, tokens, 0, tokens, 0, None, masked=True)
         elif source < index:
@@ -79,7 +81,7 @@ def rectangles(
 
 
 class _Seen(NamedTuple):
-    """Queries and keys of a row, by their places in it."""
+    """Queries and keys of one row, by position in the row."""
 
     begin: int
     end: int
@@ -94,14 +96,14 @@ def _starts(ranks: int, index: int, size: int) -> tuple[int, int]:
 
 
 def _of_row(ends: Sequence[int], start: int, length: int) -> list[int]:
-    """Where a row's documents begin and, last, where the row ends, counted from its beginning."""
+    """Where the documents of a row begin, then where the row ends, relative to the row's start."""
     first = bisect_right(ends, start) - 1
     last = bisect_right(ends, start + length - 1)
     return [ends[number] - start for number in range(first, last)] + [length]
 
 
 def _within(start: int, size: int, bounds: Sequence[int], window: int | None) -> Iterator[_Seen]:
-    """A piece with itself."""
+    """A piece with itself: one causal block per document."""
     number = bisect_right(bounds, start) - 1
     while number + 1 < len(bounds) and bounds[number] < start + size:
         begin, end = max(start, bounds[number]), min(start + size, bounds[number + 1])
@@ -111,7 +113,7 @@ def _within(start: int, size: int, bounds: Sequence[int], window: int | None) ->
 
 
 def _across(start: int, keys: int, size: int, bounds: Sequence[int], window: int | None) -> Iterator[_Seen]:
-    """A piece with an earlier one: what the document that is at its beginning sees there."""
+    """A piece with an earlier one: the block of the document that runs from that piece into this one."""
     number = bisect_right(bounds, start) - 1
     stop = keys + size
     begin, end = max(keys, bounds[number]), min(start + size, bounds[number + 1])

@@ -1,4 +1,4 @@
-"""What each parameter server holds, and how the work of its workers is cut: decided once, for servers and workers."""
+"""Parameter server: the ranges that each server holds and how workers split a step, decided once for both sides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ServedRange(NamedTuple):
 
 
 def served_ranges(parameters: Sequence[tuple[str, int]], servers: int) -> list[list[ServedRange]]:
-    """For each server its ranges of the parameters, given as (name, elements) in forward order.
+    """For each server, its ranges of the parameters, given as (name, elements) in forward order.
 
-    All parameters one after another are one vector, cut into equal ranges: so what a worker exchanges with a server is
-    one stretch of it. Whole parameters, or buckets of them, would be uneven: an embedding may be half of a model.
+    All parameters form one flat vector, split into equal ranges, so what a worker exchanges with a server is one
+    contiguous range. Whole parameters or buckets would balance badly: an embedding may be half of a model.
     """
     total = sum(size for _, size in parameters)
     share = even_share(total, servers)
@@ -42,7 +42,7 @@ def elements(ranges: Sequence[ServedRange]) -> int:
 
 
 def item_of(step: int, part: int, workers: int) -> int:
-    """The number of a piece of work: part ``part`` of a step (steps start at 1), which a data rank would do."""
+    """The index of a work item: part ``part`` of step ``step`` (from 1), the share that one data rank would do."""
     return (step - 1) * workers + part
 
 

@@ -1,8 +1,9 @@
-"""Which layouts other stacks run: for each rule that a layout breaks, why, and the nearest that keeps it.
+"""The layouts that other training stacks can run: for each rule a layout breaks, the reason and the nearest layout
+that satisfies it.
 
-One list of rules decides what ``--stack`` searches, what an export writes, and what it is judged as. Rules are tried in
-order, and each looks at what those before it have made of the layout. Checked against the sources of Megatron Core
-0.16, torchtitan 0.3.0 and DeepSpeed 0.19.8.
+The same rules decide what ``--stack`` searches, what an export writes and how the export is judged. Rules run in
+order, each on the layout as changed by the ones before. Checked against the sources of Megatron Core 0.16,
+torchtitan 0.3.0 and DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from shoal.facts.recipe import Recipe
 
 
 class Asked(NamedTuple):
-    """What rules look at."""
+    """The input of every rule."""
 
     layout: Layout
     model: Model
     recipe: Recipe
-    lora: int | None = None  # the rank of adapters
+    lora: int | None = None  # LoRA rank
 
     @property
     def micro_batches(self) -> int:
@@ -30,11 +31,11 @@ class Asked(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Something that a stack does not run."""
+    """A setting that a stack does not support."""
 
-    what: str  # and why, in words
+    what: str  # what it is and why, for the user
     nearest: str
-    changes: dict[str, Any] | None  # of the layout; None: no layout helps
+    changes: dict[str, Any] | None  # layout fields to change; None: no layout helps
 
     def __str__(self) -> str:
         return f"{self.what}; nearest: {self.nearest}"
@@ -44,7 +45,7 @@ Rule = Callable[[Asked], Gap | None]
 
 
 def gaps(stack: str, asked: Asked) -> Iterator[Gap]:
-    """Every rule of a stack that the layout breaks, after what the rules before it have changed."""
+    """Yield every rule of a stack that the layout breaks, each tested after the changes of the previous ones."""
     for rule in RULES.get(stack, ()):
         gap = rule(asked)
         if gap is not None:
@@ -54,7 +55,7 @@ def gaps(stack: str, asked: Asked) -> Iterator[Gap]:
 
 
 def nearest(stack: str, asked: Asked) -> tuple[Layout, list[str]]:
-    """The nearest layout that a stack runs, and what was changed, in words."""
+    """The nearest layout that a stack runs, and notes on what was changed."""
     layout, notes = asked.layout, []
     for gap in gaps(stack, asked):
         notes.append(str(gap))
@@ -62,7 +63,7 @@ def nearest(stack: str, asked: Asked) -> tuple[Layout, list[str]]:
     return layout, notes
 
 
-# What of a recipe other stacks do not train with, and what comes nearest.
+# Recipe settings that other stacks do not train with, and the nearest setting they do.
 RECIPES: dict[str, dict[tuple[str, str], str]] = {
     "megatron": {("precision", "fp64"): "fp32", ("states", "bf16"): "fp32", ("states", "int8"): "fp32"},
     "torchtitan": {
@@ -82,7 +83,7 @@ RECIPES: dict[str, dict[tuple[str, str], str]] = {
 
 
 def nearest_recipe(stack: str, recipe: Recipe) -> Recipe:
-    """What a stack trains with instead; what an export says of it is that export's."""
+    """The recipe that a stack trains with instead; each export words its own note about the change."""
     changes = {
         field: value
         for (field, refused), value in RECIPES.get(stack, {}).items()
@@ -95,7 +96,7 @@ def runs(stack: str, asked: Asked) -> bool:
     return next(gaps(stack, asked), None) is None
 
 
-# Rules that several share.
+# Rules shared by several stacks.
 
 
 def _whole_units(asked: Asked) -> Gap | None:
@@ -197,7 +198,7 @@ def _titan_zero(asked: Asked) -> Gap | None:
         return None
     what = f"zero={layout.zero}: parameters are sharded too"
     never = "fsdp_reshard_after_forward never, which gathers them once a micro-batch"
-    # What stays gathered is priced as the other stacks' zero=2.
+    # Parameters that stay gathered are priced as zero=2, as in the other stacks.
     return Gap(what, never, {"zero": 2}) if layout.zero == 1 else None
 
 
@@ -217,7 +218,7 @@ def _titan_bubbles(asked: Asked) -> Gap | None:
 
 
 def _titan_filled(asked: Asked) -> Gap | None:
-    """torch's schedules refuse fewer micro-batches than stages."""
+    """torch's pipeline schedules require at least as many micro-batches as stages."""
     layout, count = asked.layout, asked.micro_batches
     if layout.pp == 1 or count >= layout.pp:
         return None
@@ -268,7 +269,7 @@ def _deepspeed_copies(asked: Asked) -> Gap | None:
 
 
 def _deepspeed_offload_from(asked: Asked) -> Gap | None:
-    """Its offload is a part of ZeRO; one rank is a stage's only one."""
+    """DeepSpeed's offload is part of ZeRO; dp=1 is a ZeRO group of one."""
     layout = asked.layout
     if layout.dp == 1 or layout.shards > 1 or waiting(layout.offload, "optimizer") is None:
         return None
@@ -292,7 +293,7 @@ def _deepspeed_schedule(asked: Asked) -> Gap | None:
 
 
 def _deepspeed_both(asked: Asked) -> Gap | None:
-    """Its pipeline is a model of its own making, which AutoTP does not split and Ulysses does not know."""
+    """DeepSpeed's pipeline module is a model of its own that AutoTP does not split and Ulysses does not support."""
     layout = asked.layout
     if layout.pp == 1 or layout.tp * layout.cp == 1:
         return None
@@ -301,7 +302,7 @@ def _deepspeed_both(asked: Asked) -> Gap | None:
 
 
 def _deepspeed_tensor(asked: Asked) -> Gap | None:
-    """0.19.8 is the first that takes stage 3 there; those before it refuse to start."""
+    """DeepSpeed 0.19.8 is the first release that combines ZeRO-3 with AutoTP; earlier ones refuse to start."""
     layout = asked.layout
     if layout.tp == 1 or layout.shards == 1 or layout.zero < 3:
         return None

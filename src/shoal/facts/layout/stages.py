@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages, and which rank holds which."""
+"""Pipeline stages: where a model is cut, and which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.facts.problem import BadInput, did_you_mean
 
 @dataclass(frozen=True)
 class Stage:
-    """A contiguous piece of the network."""
+    """A contiguous range of layers."""
 
     index: int
     layers: range
@@ -24,12 +24,13 @@ class Stage:
 
 
 def cut(model: Model, count: int, seq: int | None = 4096) -> list[Stage]:
-    """Cut the layers into ``count`` stages of at least one layer each, so that the costliest stage costs least.
+    """Cut the layers into ``count`` stages of at least one layer each, minimising the cost of the most expensive
+    stage.
 
-    A pipeline runs at the pace of its slowest stage. Of the cuts that share that optimum the most even one is
-    taken (the least sum of squared costs), and of those the one whose early stages are the shortest, because the
-    first ranks of a pipeline hold the most micro-batches. ``seq`` is the length of a sequence: the longer it is,
-    the more attention weighs against the head. None cuts by number alone, as some other stacks do.
+    A pipeline runs at the pace of its slowest stage. Among the optimal cuts, the most even one is taken (least sum
+    of squared costs), and among those the one whose early stages are shortest, because the first ranks of a
+    pipeline hold the most micro-batches. ``seq`` is the sequence length: the longer it is, the more attention
+    weighs relative to the head. None cuts by number of layers alone, as some other stacks do.
     """
     if not 1 <= count <= model.layers:
         what = f"{count} pipeline stages, but {model.name} has {model.layers} layers: every stage needs one"
@@ -37,14 +38,14 @@ def cut(model: Model, count: int, seq: int | None = 4096) -> list[Stage]:
     if seq is None:
         return _numbered([model.layers * index // count for index in range(count + 1)])
     costs = [layer_cost(model, layer, seq) for layer in range(model.layers)]
-    # Every stage has a layer, so the embedding is always with the first layer and the head with the last.
+    # The embedding always goes with the first layer and the head with the last, since every stage has a layer.
     costs[0] += embedding_cost(model, seq)
     costs[-1] += head_cost(model, seq)
     return cut_costs(costs, count)
 
 
 def cut_costs(costs: list[int], count: int) -> list[Stage]:
-    """The same, of layers that cost so much each, with what comes before and after them."""
+    """The same cut for given layer costs; the ends of the network are already added to the first and last layer."""
     return _numbered(_even_bounds(costs, count, _least_bottleneck(costs, count)))
 
 
@@ -56,12 +57,12 @@ def _numbered(bounds: list[int]) -> list[Stage]:
     ]
 
 
-# Forward FLOPs of one sequence, as whole numbers: equal stages compare equal. Backward costs twice as much
-# everywhere, which changes no comparison.
+# Forward FLOPs of one sequence, as integers so that equal stages compare equal. The backward pass costs twice as
+# much everywhere, which changes no comparison.
 
 
 def layer_cost(model: Model, layer: int, seq: int) -> int:
-    """Its matrix products and its attention, as far as its window reaches."""
+    """FLOPs of one layer: its matrix products, and attention as far as its window reaches."""
     reach = min(model.layer_window(layer) or seq, seq)
     # The first ``reach`` tokens see 1, 2, … reach positions; all later ones see ``reach``.
     seen = reach * (reach + 1) // 2 + (seq - reach) * reach
@@ -73,7 +74,7 @@ def layer_cost(model: Model, layer: int, seq: int) -> int:
 
 
 def embedding_cost(model: Model, seq: int) -> int:
-    """A lookup multiplies nothing; the row that every token moves counts as one product with a vector."""
+    """The lookup has no FLOPs; the row that every token reads is counted as one product with a vector."""
     return 2 * seq * model.hidden
 
 
@@ -83,14 +84,14 @@ def head_cost(model: Model, seq: int) -> int:
 
 @lru_cache(maxsize=64)
 def _matrix_parameters(model: Model, with_experts: bool) -> int:
-    """Weights of one layer that a token is multiplied with: of the routed experts, those it is sent to."""
+    """Weights of one layer that multiply a token; of the routed experts, only the active ones."""
     matrices = [one for one in block_parameters(model, with_experts) if len(one.shape) == 2]
     routed = model.experts.active if model.experts and with_experts else 0
     return sum(one.size for one in matrices) + routed * sum(one.size for one in expert_parameters(model))
 
 
 def _least_bottleneck(costs: list[int], count: int) -> int:
-    """The least limit under which ``count`` contiguous pieces hold everything, found by bisection."""
+    """The least bottleneck cost with which ``count`` contiguous pieces cover all layers, found by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         limit = (low + high) // 2
@@ -102,7 +103,7 @@ def _least_bottleneck(costs: list[int], count: int) -> int:
 
 
 def _pieces_under(costs: list[int], limit: int) -> int:
-    """How few pieces do: each is filled as far as it goes. Splitting one further never makes it costlier."""
+    """The fewest pieces within ``limit``, filled greedily. Splitting a piece further never raises the bottleneck."""
     pieces, filled = 1, 0
     for cost in costs:
         if filled + cost > limit:
@@ -112,16 +113,16 @@ def _pieces_under(costs: list[int], limit: int) -> int:
 
 
 def _even_bounds(costs: list[int], count: int, limit: int) -> list[int]:
-    """Where stages begin, and the end: the most even cut in which no stage costs more than ``limit``."""
+    """Stage boundaries, the end included, of the most even cut in which no stage costs more than ``limit``."""
     layers = len(costs)
     before = [0, *accumulate(costs)]
-    # From the last stage to the first: what the layers from ``start`` on cost at least, and where the cut then is.
+    # From the last stage to the first: the least cost of the layers from ``start`` on, and where that cut lies.
     unevenness: list[int | None] = [None] * layers + [0]
     choices: list[list[int]] = []
     for stage in reversed(range(count)):
         best: list[int | None] = [None] * (layers + 1)
         choice = [0] * (layers + 1)
-        # Only where the stages before and after this one can have a layer each.
+        # Leave at least one layer for each stage before and after this one.
         for start in range(stage, layers - (count - 1 - stage)):
             furthest = bisect_right(before, before[start] + limit) - 1
             for end in range(start + 1, furthest + 1):
@@ -130,7 +131,7 @@ def _even_bounds(costs: list[int], count: int, limit: int) -> list[int]:
                     continue
                 total = rest + (before[end] - before[start]) ** 2
                 known = best[start]
-                if known is None or total < known:  # of equals the first, which is the shortest, stays
+                if known is None or total < known:  # a tie keeps the first, which makes this stage shortest
                     best[start], choice[start] = total, end
         unevenness = best
         choices.append(choice)
@@ -140,11 +141,11 @@ def _even_bounds(costs: list[int], count: int, limit: int) -> list[int]:
     return bounds
 
 
-# Which rank of the pipeline holds which stages.
+# Placement of stages on ranks.
 
 
 def stages_of_rank(pp: int, chunks: int, schedule: str, rank: int) -> list[int]:
-    """The stages on one pipeline rank, in the order of the network."""
+    """The stages that one pipeline rank holds, in network order."""
     require_chunks(schedule, chunks)
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
@@ -160,7 +161,7 @@ def rank_of_stage(pp: int, chunks: int, schedule: str, stage: int) -> int:
 
 
 def require_chunks(schedule: str, chunks: int) -> None:
-    """Raise ``BadInput`` for a schedule that does not exist or cannot have so many chunks a rank."""
+    """Raise ``BadInput`` if the schedule does not exist or does not support this many chunks per rank."""
     if schedule not in SCHEDULES:
         raise BadInput(f"unknown pipeline schedule {schedule!r}", did_you_mean(schedule, SCHEDULES))
     if schedule in V_SHAPED and chunks != 2:

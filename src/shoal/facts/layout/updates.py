@@ -1,6 +1,8 @@
-"""Which elements of which parameters every rank updates: known of all ranks without asking them.
+"""Optimizer-state ownership: which elements of which parameters each rank updates, computed by every rank without
+communication.
 
-``parallel`` cuts parameters this way; an optimizer that needs whole matrices learns here who has the rest of them.
+``parallel`` shards parameters accordingly; an optimizer that needs whole matrices finds the other parts' owners
+here.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from shoal.facts.model.tensor_split import Box, TensorPart, tensor_part
 
 @dataclass(frozen=True)
 class Sharing:
-    """All that decides who updates what."""
+    """Everything that determines which rank updates what."""
 
     model: Model
     layout: Layout
-    seq: int | None  # by which stages are cut
-    width: int  # bytes of a gradient, by which buckets are filled
+    seq: int | None  # sequence length, which decides where stages are cut
+    width: int  # bytes of a gradient element, which decides how buckets fill
     bucket_bytes: int
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
     blockwise: bool = (
-        False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
+        False  # moments are quantized in blocks (``facts/blockwise.py``), which no bucket chunk may cut
     )
 
 
 class UpdatedRange(NamedTuple):
-    """Elements ``start`` to ``stop`` of a rank's box of a parameter, row by row."""
+    """Elements ``start`` to ``stop`` of a rank's box of a parameter, in row-major order."""
 
     name: str  # canonical
-    label: str  # among those of its rank
+    label: str  # its name on this rank
     part: TensorPart
     start: int
     stop: int
@@ -58,7 +60,7 @@ class UpdatedRange(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def updated_ranges(sharing: Sharing, rank: int) -> tuple[UpdatedRange, ...]:
-    """What a rank updates, stage by stage and group by group."""
+    """The elements a rank updates, stage by stage and group by group."""
     layout = sharing.layout
     place, ep = coordinates(rank, layout), expert_ranks(layout)
     parts = _parts(sharing, place["pp"], place["tp"], rank // ep.stride % ep.size)
@@ -81,15 +83,15 @@ class _Held(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    sizes: list[tuple[str, int]]  # of each by its label
-    block: int  # elements that stay together
+    sizes: list[tuple[str, int]]  # element counts by label
+    block: int  # elements that must stay together
 
 
 @lru_cache(maxsize=1024)
 def _parts(
     sharing: Sharing, pipeline: int, tensor: int, expert: int
 ) -> list[tuple[ParameterGroup, list[tuple[list[_Held], list[_Bucket]]]]]:
-    """By group: of every stage here the parameters, and the buckets that they are in, where they are in any."""
+    """Per group and stage held here: the parameters, and the buckets they share, if they are bucketed."""
     model, layout = sharing.model, sharing.layout
     groups = parameter_groups(layout, model.experts is not None, lora=False)
     stages = cut(model, layout.pp * layout.chunks, sharing.seq)
@@ -109,7 +111,9 @@ def _parts(
 
 
 def stage_parameters(model: Model, stage: Stage, pp: int) -> Iterator[tuple[str, Parameter]]:
-    """Those of a stage in forward order, by their labels; a tied head is a copy where a pipeline has two ends."""
+    """The parameters of a stage in forward order, with their labels. In a pipeline with two ends a tied head is a
+    copy.
+    """
     for one in _listed(model):
         at_start = one.kind in ("embedding", "position")
         if one.layer in stage.layers if one.layer is not None else stage.first if at_start else stage.last:
@@ -168,7 +172,7 @@ def _ranges(
 
 
 def rows_of_each(box: Box, ranks: int, index: int) -> Box:
-    """Some rows of every expert: a box of their stack."""
+    """The same rows of every expert: a box of the stack."""
     experts, rows, width = box.shape
     first, *corner = box.offset
     share = rows // ranks

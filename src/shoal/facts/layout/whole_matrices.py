@@ -1,8 +1,9 @@
-"""Matrices of which several ranks update parts, and on which of these ranks each is put together.
+"""Which rank assembles each whole matrix for an optimizer that needs one, such as Muon, when ranks hold only parts
+of it.
 
-An optimizer that works on whole matrices (Muon) has them dealt out, one a rank and round, the largest first: in a round
-every rank sends its parts to those who put them together, and has its parts of the results back from them. Neither
-side asks the other what it has (``facts/layout/updates.py``).
+Matrices are dealt out largest first, one per rank and round. In each round every rank sends its parts to the ranks
+that assemble the matrices and receives its parts of the updates. All ranks compute this assignment alone, without
+exchanging metadata (``facts/layout/updates.py``).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from shoal.facts.model.parameters import Parameter
 
 
 class Matrix(NamedTuple):
-    """One parameter, or one matrix of a stack of experts'. A vector is one too, where it is asked for."""
+    """One parameter, or one expert's matrix in a stack of experts. Vectors are included where the caller selects
+    them.
+    """
 
-    label: str  # of the parameter, among those of its rank
+    label: str  # the parameter's name among those of its rank
     name: str  # canonical
-    number: int | None  # in its stack
+    number: int | None  # index in its stack of experts
     shape: tuple[int, ...]
 
     @property
@@ -34,27 +37,27 @@ class Matrix(NamedTuple):
 
 
 class MatrixPart(NamedTuple):
-    """What a rank updates of a matrix: elements ``start`` to ``stop`` of a box of it, row by row."""
+    """The part of a matrix that one rank updates: elements ``start`` to ``stop`` of a box of it, in row-major order."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     start: int
     stop: int
-    first: int  # the number of the first of them among all that the rank updates of the parameter
+    first: int  # index of the first of them among all elements of the parameter that this rank updates
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
 
-# Whether a parameter, by its canonical name and its number of dimensions, is meant.
+# Selects parameters by canonical name and number of dimensions.
 Chosen = Callable[[str, int], bool]
 
 
 def matrices_of(sharing: Sharing, rank: int, chosen: Chosen, all_experts: bool = False) -> list[Matrix]:
-    """Those of the stages of a rank, as far as the ranks that hold these stages together have any of them.
+    """Matrices in the stages of a rank, if any of the ranks that together hold these stages has a part of them.
 
-    ``all_experts``: also of experts that are in other copies of a model alone.
+    ``all_experts``: also those of experts that only other replicas hold.
     """
     model, layout = sharing.model, sharing.layout
     stages = cut(model, layout.pp * layout.chunks, sharing.seq)
@@ -79,14 +82,14 @@ def matrices_of(sharing: Sharing, rank: int, chosen: Chosen, all_experts: bool =
 
 
 def _of_experts(model: Model, stack: Parameter, experts: Sequence[int]) -> list[int]:
-    """The numbers of these experts' matrices in a stack."""
+    """Indices in the stack of these experts' matrices."""
     assert model.experts is not None
     each = stack.shape[0] // model.experts.count
     return [each * expert + place for expert in experts for place in range(each)]
 
 
 def _experts_here(sharing: Sharing, rank: int) -> list[int]:
-    """The experts that some rank beside this one holds: all of them, or with many copies of a model some."""
+    """Experts held by the ranks of this replica: all of them, or a subset where ``ep`` spans several replicas."""
     model, layout = sharing.model, sharing.layout
     assert model.experts is not None
     each = model.experts.count // layout.ep
@@ -95,21 +98,21 @@ def _experts_here(sharing: Sharing, rank: int) -> list[int]:
 
 
 def members(sharing: Sharing, rank: int) -> range:
-    """The ranks that together hold all of a rank's stages."""
+    """The ranks that together hold all of a rank's stages, one replica of them."""
     ranks = replica_ranks(sharing.layout)
     start = rank - rank // ranks.stride % ranks.size * ranks.stride
     return range(start, start + ranks.size * ranks.stride, ranks.stride)
 
 
 def rounds(matrices: list[Matrix], ranks: int) -> Iterator[list[Matrix]]:
-    """In each, one matrix for each rank, in the order of ranks; the last round may have fewer."""
+    """Deal out matrices: per round at most one for each rank, in rank order; the last round may be incomplete."""
     largest_first = sorted(matrices, key=lambda one: -one.size)
     for start in range(0, len(largest_first), ranks):
         yield largest_first[start : start + ranks]
 
 
 def part_of(one: UpdatedRange, matrix: Matrix) -> MatrixPart | None:
-    """What a rank updates of one of its parameter's matrices."""
+    """The elements of one matrix within a range that a rank updates, or None."""
     box, first = one.box, 0
     offset, shape = box.offset, box.shape
     if matrix.number is not None:

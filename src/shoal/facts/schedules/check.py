@@ -23,10 +23,10 @@ from shoal.facts.schedules.simulate import computations, play
 
 
 def check(programs: list[Program], pp: int, chunks: int, schedule: str, micro_batches: int) -> None:
-    """Raise a ``ScheduleError`` that names rank, instruction and reason where the programs cannot work.
+    """Raise a ``ScheduleError`` that names rank, instruction and reason if the programs cannot run.
 
-    In this order: every computation is there once and on the right rank; each rank has what it needs when it needs
-    it; sends and receives agree, channel by channel; and no ranks wait for each other in a cycle.
+    Checked in this order: every computation exists once and on the right rank; each rank has its inputs when it needs
+    them; sends and receives match, channel by channel; and no ranks wait for each other in a cycle.
     """
     if len(programs) != pp:
         raise ScheduleError(f"{len(programs)} programs for {pp} ranks")
@@ -39,7 +39,7 @@ def check(programs: list[Program], pp: int, chunks: int, schedule: str, micro_ba
 
 
 def _complete(programs: list[Program], holder: list[int], micro_batches: int) -> None:
-    """Each stage and micro-batch has one forward, and one backward or both its halves, on the rank of the stage."""
+    """Each stage and micro-batch has one forward, and one backward or both its halves, on the stage's rank."""
     for rank, program in enumerate(programs):
         count = Counter(program)
         for instruction, times in count.items():
@@ -73,7 +73,7 @@ def _complete(programs: list[Program], holder: list[int], micro_batches: int) ->
 
 
 def _in_order(program: Program, rank: int, holder: list[int]) -> None:
-    """What comes from this rank itself, or has been received, must stand before what needs it."""
+    """An input computed on this rank, or received, must come before the instruction that needs it."""
     position = {instruction: place for place, instruction in enumerate(program)}
     made_by = {
         tensor: instruction
@@ -119,7 +119,7 @@ def _goes_to_the_right_rank(message: Instruction, rank: int, holder: list[int]) 
 
 
 def _matched(programs: list[Program]) -> None:
-    """On every channel, the receiver must list the messages as the sender does: they are paired by order."""
+    """On every channel, sender and receiver must list messages in the same order, because they are matched by order."""
     sent: dict[tuple[int, int], list[StageTensor]] = defaultdict(list)
     received: dict[tuple[int, int], list[StageTensor]] = defaultdict(list)
     for rank, program in enumerate(programs):
@@ -150,7 +150,7 @@ def _matched(programs: list[Program]) -> None:
 
 
 def _runs(programs: list[Program], stages: int) -> None:
-    """Carry the computations out in order; where all that is left waits, report who waits for whom."""
+    """Execute the programs in order; if all remaining ranks wait, report who waits for whom."""
     work = computations(programs)
     makers = {
         tensor: (rank, instruction)
@@ -162,7 +162,7 @@ def _runs(programs: list[Program], stages: int) -> None:
     stuck = [rank for rank, program in enumerate(work) if done[rank] < len(program)]
     if not stuck:
         return
-    # Every stuck rank waits for one that is stuck too, so following them leads round in a circle.
+    # Every stuck rank waits for another stuck one, so following them leads into a cycle.
     waits: list[str] = []
     seen: list[int] = []
     rank = stuck[0]
@@ -170,7 +170,7 @@ def _runs(programs: list[Program], stages: int) -> None:
         seen.append(rank)
         instruction = work[rank][done[rank]]
         needed = tensor_needed(instruction, stages)
-        assert needed is not None  # it would have run
+        assert needed is not None  # otherwise it would have run
         other, maker = makers[needed]
         waits.append(f"rank {rank} cannot run {instruction} before rank {other} has run {maker}")
         rank = other

@@ -1,4 +1,4 @@
-"""One instruction of a pipeline rank, and the tensor it computes, needs, sends or receives."""
+"""Instructions of a pipeline rank, and the tensors they compute, need, send or receive."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Literal, NamedTuple
 
 
 class ScheduleError(ValueError):
-    """Programs that no set of ranks could carry out; the message names rank, instruction and reason."""
+    """Raised for programs that cannot be executed; the message names rank, instruction and reason."""
 
 
 class Action(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"  # the whole backward pass of a stage
-    INPUT = "I"  # its first half: the gradient of the input, which the stage before is waiting for
-    WEIGHT = "W"  # its second half: the gradients of the weights, which no other rank waits for
+    INPUT = "I"  # its first half: the input gradient, which the previous stage waits for
+    WEIGHT = "W"  # its second half: the weight gradients, which no other rank waits for
     SEND_FORWARD = "SF"  # activations
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"  # gradients of activations
     RECEIVE_BACKWARD = "RB"
 
-    __hash__ = str.__hash__  # an enum's own is slow, and a program has thousands of them
+    __hash__ = str.__hash__  # an enum's own hash is slow, and programs have thousands of these
 
 
 SENDS = frozenset({Action.SEND_FORWARD, Action.SEND_BACKWARD})
@@ -51,20 +51,20 @@ Kind = Literal["activation", "gradient"]
 
 
 class StageTensor(NamedTuple):
-    """What passes between two stages, named after the stage that makes it."""
+    """A tensor passed between two stages, named after the stage that computes it."""
 
     kind: Kind
     stage: int
     micro: int
 
 
-# What a computation makes for another stage, and needs of one.
+# What each computation produces for another stage, and needs from one.
 _OF_COMPUTATION: dict[Action, Kind] = {
     Action.FORWARD: "activation",
     Action.BACKWARD: "gradient",
     Action.INPUT: "gradient",
 }
-# What a message carries, and how far the stage that makes it is from the one that the message is named after.
+# What each message carries, and the offset from the message's stage to the stage that computes the tensor.
 _OF_MESSAGE: dict[Action, tuple[Kind, int]] = {
     Action.SEND_FORWARD: ("activation", 0),
     Action.SEND_BACKWARD: ("gradient", 0),
@@ -74,20 +74,22 @@ _OF_MESSAGE: dict[Action, tuple[Kind, int]] = {
 
 
 def tensor_made(instruction: Instruction) -> StageTensor | None:
-    """What a computation makes for another stage."""
+    """The tensor that a computation produces for another stage."""
     kind = _OF_COMPUTATION.get(instruction.action)
     return StageTensor(kind, instruction.stage, instruction.micro) if kind else None
 
 
 def tensor_needed(instruction: Instruction, stages: int) -> StageTensor | None:
-    """What a computation takes from another stage; the first stage reads tokens, the last one has the loss."""
+    """The tensor that a computation needs from another stage; None for the first stage's tokens and the last one's
+    loss.
+    """
     kind = _OF_COMPUTATION.get(instruction.action)
     stage = instruction.stage + (-1 if kind == "activation" else 1)
     return StageTensor(kind, stage, instruction.micro) if kind and 0 <= stage < stages else None
 
 
 def tensor_carried(instruction: Instruction) -> StageTensor:
-    """What a send or a receive carries. A receive is named after the stage that will use the tensor."""
+    """The tensor that a send or receive carries. A receive is named after the stage that will use the tensor."""
     kind, away = _OF_MESSAGE[instruction.action]
     return StageTensor(kind, instruction.stage + away, instruction.micro)
 

@@ -19,14 +19,14 @@ from shoal.facts.schedules.orders import compute_order, rank_order
 
 
 def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
-    """The whole program of every rank: computations, sends and receives.
+    """The full program of every rank: computations, sends and receives.
 
-    Neither a send nor a receive waits where it stands: both are started there, and the computation that needs a
-    received tensor waits for it. Messages from one rank to another form a channel, and NCCL as well as gloo pair
-    them by order alone, so both ends must list them alike. A send stands right behind the computation that made
-    its tensor. A receive is started one computation before the one that needs it, to hide behind it, or earlier
-    still, where another message of its channel that was sent later is needed sooner. The two directions between
-    two ranks are two channels: the executor must not let one wait behind the other.
+    Sends and receives are asynchronous: both start where they stand, and the computation that needs a received tensor
+    waits for it. Messages from one rank to another form a channel; NCCL and gloo match them by order alone, so both
+    ends must list them in the same order. A send follows directly the computation that produced its tensor. A receive
+    starts one computation before the one that needs it, to overlap with it, or earlier if a message sent later on its
+    channel is needed sooner. The two directions between two ranks are two channels: the executor must not let one wait
+    behind the other.
     """
     computed = compute_order(schedule, pp, chunks, micro_batches)
     holder = _holders(schedule, pp, chunks)
@@ -35,7 +35,7 @@ def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> lis
 
 
 def rank_program(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> Program:
-    """That of one rank: only those that send to it are looked at besides."""
+    """The program of one rank; besides it, only the ranks that send to it are computed."""
     holder = _holders(schedule, pp, chunks)
     stages = stages_of_rank(pp, chunks, schedule, rank)
     beside = {holder[near] for stage in stages for near in (stage - 1, stage + 1) if 0 <= near < len(holder)}
@@ -50,7 +50,7 @@ def rank_program(schedule: str, pp: int, chunks: int, micro_batches: int, rank: 
 def _rank_sends(
     schedule: str, pp: int, chunks: int, micro_batches: int, rank: int
 ) -> tuple[Program, dict[Instruction, tuple[StageTensor, int]]]:
-    """A rank's computations, and what it sends. Of a few ranks it is kept: each has several neighbours."""
+    """A rank's computations and sends. Cached for a few ranks, since each has several neighbours."""
     own = rank_order(schedule, pp, chunks, micro_batches, rank)
     return own, _sends(own, _holders(schedule, pp, chunks), rank)
 
@@ -62,7 +62,7 @@ def _holders(schedule: str, pp: int, chunks: int) -> list[int]:
 def _joined(
     computed: Program, leaving: list[dict[Instruction, tuple[StageTensor, int]]], rank: int, stages: int
 ) -> Program:
-    """A rank's computations with the messages around them; ``leaving``: what every rank sends, in order."""
+    """A rank's computations with its messages inserted; ``leaving``: every rank's sends, in order."""
     arriving: dict[int, list[StageTensor]] = {}
     for sender, messages in enumerate(leaving):
         tensors = [tensor for tensor, receiver in messages.values() if receiver == rank]
@@ -79,7 +79,7 @@ def _joined(
 
 
 def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[StageTensor, int]]:
-    """For each computation whose result goes to another rank: the tensor, and that rank."""
+    """For each computation whose result goes to another rank: the tensor and that rank."""
     leaving = {}
     stages = len(holder)
     for instruction in program:

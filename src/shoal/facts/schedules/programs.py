@@ -1,7 +1,7 @@
 """Pipeline schedules as data: a list of instructions per rank that is printed, checked, simulated and executed.
 
-``compute_order`` decides who computes what when, ``instructions`` adds the messages between ranks, ``check`` proves
-that the result cannot hang, ``simulate`` says how long it takes and ``in_flight`` what it holds.
+``compute_order`` orders the computations, ``instructions`` adds the messages between ranks, ``check`` proves that the
+result cannot deadlock, ``simulate`` returns its timeline and ``in_flight`` its activations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.facts.schedules.simulate import (
     unit_durations,
 )
 
-# Schedules that compute weight gradients apart from the backward pass, to fill bubbles with them.
+# Schedules that split weight gradients from the backward pass, to fill bubbles with them.
 SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
 
 __all__ = [
@@ -52,14 +52,14 @@ __all__ = [
 
 @cache
 def programs(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
-    """Every rank's instructions; a schedule that would not come to its end is refused here, before a run."""
+    """Every rank's instructions; a schedule that would deadlock is rejected here, before a run."""
     made = instructions(schedule, pp, chunks, micro_batches)
     check(made, pp, chunks, schedule, micro_batches)
     return made
 
 
 def text(programs: list[Program]) -> str:
-    """One line a rank."""
+    """One line per rank."""
     return "\n".join(
         f"rank {rank}: {' '.join(str(instruction) for instruction in program)}"
         for rank, program in enumerate(programs)

@@ -18,7 +18,7 @@ from shoal.facts.schedules.instruction import (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One computation, with when it began and ended."""
+    """One computation, with its start and end time."""
 
     instruction: Instruction
     start: float
@@ -37,17 +37,17 @@ class Timeline:
 
 
 def unit_durations(instruction: Instruction) -> float:
-    """The papers' convention: F = I = W = 1, and a whole backward is both its halves."""
+    """Unit durations as in the papers: F = I = W = 1, and a whole backward is the sum of its halves."""
     return 2.0 if instruction.action is Action.BACKWARD else 1.0
 
 
 def simulate(
     programs: list[Program], durations: Callable[[Instruction], float] = unit_durations, transfer: float = 0.0
 ) -> Timeline:
-    """Run the computations of all ranks, each as soon as its rank is free and what it needs is there.
+    """Run the computations of all ranks, each as soon as its rank is free and its inputs have arrived.
 
-    ``transfer`` is how long a tensor travels to another rank; it travels beside the computations. Works with and
-    without sends and receives in the programs: what depends on what follows from the stages.
+    ``transfer`` is the time a tensor takes to another rank, overlapped with computation. Programs may come with or
+    without sends and receives, since dependencies follow from the stages.
     """
     ranks = play(computations(programs), durations, transfer)
     for rank, (program, events) in enumerate(zip(computations(programs), ranks, strict=True)):
@@ -57,10 +57,10 @@ def simulate(
 
 
 def lengths(programs: list[Program], transfers: Sequence[float]) -> list[float]:
-    """When ``simulate`` ends, with each of these times of travel: no timeline, for a planner that asks often."""
+    """End times of ``simulate`` for several transfer times: builds no timeline, for a planner that asks often."""
     work = computations(programs)
     holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
-    # Of each computation: what it needs, whether that comes from another rank, how long it takes, what it makes.
+    # Per computation: what it needs, whether that comes from another rank, its duration, what it produces.
     steps = [
         [
             (
@@ -107,7 +107,7 @@ def computations(programs: list[Program]) -> list[Program]:
 def play(
     work: list[Program], durations: Callable[[Instruction], float] = unit_durations, transfer: float = 0.0
 ) -> list[list[Event]]:
-    """How far every rank comes with its computations, and when."""
+    """Play every rank's computations as far as they can run, with their times."""
     holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
     made: dict[StageTensor, float] = {}
     ranks: list[list[Event]] = [[] for _ in work]
@@ -133,7 +133,7 @@ def play(
 
 
 def bubble(timeline: Timeline) -> float:
-    """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    """The share of all ranks' time, from the first start to the last end, that is idle."""
     total = timeline.end * len(timeline.ranks)
     busy = sum(event.end - event.start for events in timeline.ranks for event in events)
     return 1.0 - busy / total if total else 0.0
@@ -142,9 +142,9 @@ def bubble(timeline: Timeline) -> float:
 def in_flight(programs: list[Program]) -> list[int]:
     """The most activations, each of one stage and one micro-batch, that every rank holds at once.
 
-    Held from the forward to the end of the backward. Where that is split, activations count in full until the
-    weights have their gradients, which is the most it can be: between the halves only the inputs of the matrix
-    products and the gradients of their outputs are still needed, no longer what attention and norms kept.
+    Held from the forward to the end of the backward. With a split backward, activations count in full until the weight
+    gradients are computed, which is an upper bound: between the halves only the inputs of the matrix products and the
+    gradients of their outputs are needed, no longer what attention and norms saved.
     """
     peaks = []
     for program in programs:

@@ -12,14 +12,14 @@ _COLOURS = {
     Action.INPUT: ("#f28e2b", "backward: input"),
     Action.WEIGHT: ("#59a14f", "backward: weights"),
 }
-_ROW, _GAP, _LEFT = 22, 4, 56  # pixels: height of a row, space between rows, space for the rank's name
-_LETTER = 6.5  # pixels that a character of a label takes
+_ROW, _GAP, _LEFT = 22, 4, 56  # pixels: row height, gap between rows, width of the rank labels
+_LETTER = 6.5  # pixels per character of a label
 
 
 def as_text(timeline: Timeline, unit: float | None = None) -> str:
-    """One line a rank, one cell a unit of time (the shortest computation, where it is not given).
+    """One line per rank, one cell per unit of time (by default the shortest computation).
 
-    ``F3`` is the forward of micro-batch 3; small letters are for the later chunks of a rank. A dash continues a
+    ``F3`` is the forward of micro-batch 3; lower-case letters are a rank's later chunks. A dash continues a
     computation, a dot is idle time.
     """
     events = [event for row in timeline.ranks for event in row]

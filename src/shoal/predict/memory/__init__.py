@@ -1,10 +1,10 @@
 """The memory ledger: what a rank holds at the peak of a step.
 
-From top to bottom: the inventory of a rank (``inventory``: its stages, their parameters, bytes per parameter and per
-micro-batch) → what each category holds of it (``states``: parameters and optimizer states; ``gradients``, with what
-reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, ``offload``, by the strategy's name;
-``activations``; ``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device
-holds beyond its tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
+In order of computation: the inventory of a rank (``inventory``: its stages, parameter counts, bytes per parameter and
+per micro-batch) → bytes per category (``states``: parameters and optimizer states; ``gradients``, with the buffers of
+their reduction in ``replicate``, ``zero``, ``shard``, ``offload``, named after the strategy; ``activations``;
+``logits``) → the few moments that can be the peak (``peaks``) → the ledger, plus what the device holds beyond tensors
+(``device``). A ledger is the largest sum of what is alive at one moment, not a sum of per-category maxima.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from shoal.predict.workload import Workload
 
 
 def ledger(workload: Workload, fits: Callable[[Ledger], bool] | None = None) -> Ledger:
-    """Of the rank of the pipeline that needs the most; or of the first that does not fit, where that is all that is
-    asked.
+    """The ledger of the pipeline rank that needs the most memory; with ``fits``, of the first rank that does not fit.
 
-    Where data ranks keep different shares of their states: of the one that keeps the most, with what that one has off
-    the device that keeps the least.
+    Where data ranks keep different shares of their states on the device, the ledger takes the largest device share,
+    and off the device the amounts of the rank with the smallest device share.
     """
     found = []
     for rank in fullest_ranks(workload):
@@ -47,12 +46,12 @@ def ledger(workload: Workload, fits: Callable[[Ledger], bool] | None = None) -> 
 
 
 def ledgers(workload: Workload, shard: int = 0) -> list[Ledger]:
-    """Of every rank of the pipeline; ``shard``: of the data ranks that share optimizer states, this one."""
+    """The ledgers of all pipeline ranks; ``shard``: which of the data ranks that shard optimizer states."""
     return [_rank_ledger(replace(rank, shard=shard)) for rank in rank_inventories(workload)]
 
 
 def rank_gradients(rank: RankInventory) -> RankGradients:
-    """As the strategy keeps them that shards or replicates this rank's parameters."""
+    """The gradient accounting of the strategy that shards or replicates this rank's parameters."""
     layout = rank.workload.layout
     if rank.sharded:
         return ShardedGradients(rank) if layout.pp == 1 else PipelinedShards(rank)

@@ -1,8 +1,8 @@
-"""Activation memory: what one block saves of a micro-batch for its backward pass, and what that pass adds.
+"""Activation memory: what one block saves per micro-batch for its backward pass, and what that pass adds.
 
-Counted tensor by tensor, as autograd keeps them: c bytes a value of the computation, w bytes (at least 4) where norms
-and rotations are computed. A split projection has 1/tp of the features and all of the tensor group's tokens; the
-residual stream has, with sequence parallelism, 1/tp of the tokens.
+Counted tensor by tensor, as autograd saves them: c bytes per value in the compute precision, w bytes (at least 4)
+where norms and rotations compute. A split projection has 1/tp of the features and all of the tensor group's tokens;
+with sequence parallelism, the residual stream has 1/tp of the tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 from shoal.predict.memory.compiled import compiled_activations
 
-# Bytes of a value that is rounded, and of the copy that is rounded.
+# fp8 rounding: bytes of a rounded value, and of the fp32 copy it is rounded from.
 FLOAT8, ROUNDED_IN = 1, 4
 
 
 class KeptTensors(NamedTuple):
-    """What autograd keeps of a block, place by place, in bytes."""
+    """What autograd saves of a block, by place, in bytes."""
 
-    norm: float  # one of the two norms on the residual stream
-    output_norm: float  # one of those behind attention and MLP; 0: there is none
-    entered: float  # its result, which attention's projections read
-    read: float  # and the other's, which the MLP's do
+    norm: float  # by one of the two norms on the residual stream
+    output_norm: float  # by one of the norms behind attention and MLP; 0 if there are none
+    entered: float  # output of the first norm, which attention's projections read
+    read: float  # output of the second norm, which the MLP's projections read
     attention: float
     mlp: float
     dropout: float
-    has_input: bool  # whether a norm keeps the residual stream itself, and not a wider copy
+    has_input: bool  # whether a norm saves the residual stream itself rather than a widened copy
 
     @property
     def all(self) -> float:
@@ -40,20 +40,20 @@ class KeptTensors(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """Copies of tokens for each of their experts, in bytes. Of a block without experts: none."""
+    """Copies of tokens, one per active expert, in bytes. All 0 for a block without experts."""
 
     whole: float = 0.0  # as experts read them
-    returned: float = 0.0  # what experts made of them, where it is kept
-    inner: float = 0.0  # what is made of gate and up, where it is made again
-    sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
-    shared: float = 0.0  # what is kept of experts that every token uses
-    crossed: float = 0.0  # tokens that have come from other nodes, each once
+    returned: float = 0.0  # the experts' outputs, if they are saved
+    inner: float = 0.0  # the product of gate and up, if it is recomputed
+    sent: float = 0.0  # as they are sent and returned: with ``ep``, a tensor rank's features of them
+    shared: float = 0.0  # saved by shared experts
+    crossed: float = 0.0  # tokens received from other nodes, each once
 
 
 @lru_cache(maxsize=65536)
 def block_activations(model: Model, experts: bool, window: bool, work: BlockWorkload) -> BlockActivations:
-    """One block, with experts in it or without, with a window that is shorter than the sequence or without."""
-    # What a compiled block keeps is known of those that the engine runs; of others it is priced as of eager ones.
+    """One block: with or without experts, with or without an attention window shorter than the sequence."""
+    # Compiled blocks are known for what the engine runs; all others are priced as eager.
     if work.compiled and not experts and model.latent is None and work.adapters is None:
         return compiled_activations(model, work)
     parts = _parts(model, experts, window, work)
@@ -63,7 +63,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     query, key, _ = projected_widths(model, work.tp)
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
     if work.recompute == "none":
-        # In a narrow computation the norms keep a wider copy, and the input itself goes.
+        # In half precision the norms save a widened copy, and the input itself is freed.
         resting, shared = parts.all, parts.all
     elif work.recompute == "full":
         resting, shared = stream, stream if parts.has_input else 0.0
@@ -71,19 +71,19 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         kept, again = _selected(model, parts, c * inner, routed, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
         if (work.dropout or work.fp8) and not model.output_norms:
-            # Dropout reads the last product again, a product in fp8 is taken again as a whole: both let go of it.
+            # Dropout, and products in fp8, do not need the last product, so both free it.
             shared += c * model.hidden * tokens
     held_input = work.recompute != "none" or parts.has_input
     residual = 4 * c * model.hidden * tokens
     deferred = residual + c * tokens * query + products + c * inner
-    # The gradient that enters is first gathered from the tensor ranks.
+    # The entering gradient is first all-gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
     if routed.inner:
-        # The gradient of what experts made; the product, made again, and the gradients of gate and up.
+        # The gradient of the experts' outputs; the recomputed product, and the gradients of gate and up.
         opening = parts.all - routed.returned + stream + routed.whole + 3 * routed.inner
     if model.output_norms:
-        # It has one gradient for the stream and, behind the norm, another.
+        # The stream has one gradient, and the MLP's output behind the norm another.
         opening += (0.0 if work.sp else stream) - parts.output_norm
     working = _working(model, parts, stream, c * inner, values, routed, work)
     forward = 0.0
@@ -94,11 +94,11 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
             mixing = max(mixing, forward + stream)
         working = (BlockPeak(mixing, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
-        # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
-        # repeated, that comes later.
+        # Ranks send their parts of all sequences one after another, so these are reordered. With recomputation this
+        # happens later.
         working = (BlockPeak(parts.all + stream + 2 * gathered, 0), *working)
-    # By then the way out has let go of its input, the activation of its own, and what is made for the way in's input is
-    # there; of a gate its result, and the gradient of what it gates.
+    # By then down_proj has freed its input and the activation function its own; present are the input gradient of the
+    # way in and, of a gate, its output and the gradient of what it gates.
     adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
     if routed.whole:
         adding = parts.all - parts.mlp + stream + routed.whole / work.parts
@@ -120,9 +120,9 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
 
 
 def _rounding(gradients: float, inputs: float) -> float:
-    """The operands of a weight's gradient in fp8, the second as it is rounded: beside it lies a copy in fp32.
+    """The operands of a weight gradient in fp8, and the fp32 copy that the second one is rounded from.
 
-    Of an MLP's way out, that is: nowhere else are so many values rounded beside so much that is kept.
+    Counted for the MLP's down_proj alone: nowhere else are so many values rounded while so much is saved.
     """
     return FLOAT8 * (gradients + inputs) + ROUNDED_IN * inputs
 
@@ -133,17 +133,17 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     norm = norm_keeps(model, work) * work.stream
     entered = c * model.hidden * (work.stream if stack.regathers else tokens)
     if model.parallel_residual and has_input:
-        norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
+        norm -= c * model.hidden * work.stream / 2  # both norms save the same input
     read = entered
     if work.trained is not None:
-        # Frozen projections need no input of theirs.
+        # Frozen projections do not save their input.
         if not {"q_proj", "k_proj", "v_proj"} & work.trained:
             entered = 0.0
         if not {"gate_proj", "up_proj"} & work.trained:
             read = 0.0
     inner, values, routed = _mlp(model, experts, work)
     if routed.whole and work.sp:
-        # The router keeps a rank's own tokens; all of them are read by shared experts alone.
+        # The router saves this rank's tokens; only shared experts read all tokens of the group.
         read = c * model.hidden * (work.stream + (tokens if routed.shared else 0))
     if work.trained is not None and "down_proj" not in work.trained:
         values -= c * inner
@@ -161,25 +161,25 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
 
 
 def norm_keeps(model: Model, work: BlockWorkload) -> float:
-    """A token's bytes that a norm on the residual stream keeps, but for its result."""
+    """Bytes per token that a norm on the residual stream saves, without its output."""
     if model.norm == "layer":
         return work.compute * model.hidden + 8
     return _norm(model.hidden, work, model.norm_offset)
 
 
 def norm_backward(model: Model, work: BlockWorkload) -> float:
-    """The fullest moment of a norm's backward pass. Step by step: its input, and five tensors of that width."""
+    """Peak of a norm's backward pass. Operator by operator: its input, and five tensors of that width."""
     if model.norm == "rms" and work.stack.norms == "eager":
         return (6 * work.wide * model.hidden + work.wide) * work.stream
     return (norm_keeps(model, work) + 2 * work.compute * model.hidden) * work.stream
 
 
 def _norm(width: int, work: BlockWorkload, offset: bool = False) -> float:
-    """A token's bytes that an RMS norm keeps, but for its result.
+    """Bytes per token that an RMS norm saves, without its output.
 
-    In steps: the input in at least fp32 (a copy, unless it is that wide already), 1 / root mean square, and the scaled
-    input in the computation's precision, which only the weight's gradient needs; with an offset as wide as the input,
-    for it is rounded later. In one kernel: input and scale.
+    Operator by operator: the input in at least fp32 (a copy, unless it is that wide already), 1 / root mean square,
+    and the scaled input in the compute precision, which only the weight gradient needs; with an offset it is as wide
+    as the input, because it is rounded later. Fused: input and scale.
     """
     if work.stack.norms == "fused":
         return work.compute * width + 4
@@ -188,7 +188,7 @@ def _norm(width: int, work: BlockWorkload, offset: bool = False) -> float:
 
 
 def projected_widths(model: Model, tp: int) -> tuple[int, int, int]:
-    """Features of queries, of keys and of values on a rank of a tensor group."""
+    """A tensor rank's features of queries, of keys and of values."""
     if model.latent is not None:
         heads = even_share(model.heads, tp)
         query = heads * (model.latent.nope_dim + model.latent.rope_dim)
@@ -198,22 +198,23 @@ def projected_widths(model: Model, tp: int) -> tuple[int, int, int]:
 
 
 def attention_keeps(model: Model, window: bool, work: BlockWorkload) -> float:
-    """Of what it makes of its projections' results, but for the copy that the way out reads."""
+    """Bytes saved by attention itself, after its projections, without the copy of its output that o_proj reads."""
     c, stack = work.compute, work.stack
     query, key, value = projected_widths(model, work.tp)
     heads, normed = even_share(model.heads, work.tp), query + key
     varlen = _by_token(model, window, work)
     if work.context == "ulysses" and model.latent is None:
-        key = value = max(key, work.cp * model.head_dim)  # a head for every rank
+        key = value = max(key, work.cp * model.head_dim)  # at least one head for every context rank
     if model.latent is None:
         if repeats_keys(c) and not varlen:
             key = value = query
-        kept: float = c * (query + key + value + query) + 4 * heads  # queries, keys, values, result, ln Σ exp
+        kept: float = c * (query + key + value + query) + 4 * heads  # queries, keys, values, output, ln Σ exp
         if stack.joined and model.positions == "rotary":
-            kept += c * (query + key)  # what was rotated are copies
+            kept += c * (query + key)  # rotated queries and keys are copies
     else:
         latent = model.latent
-        # Values, and so the result, are as wide as queries and keys; the way out reads the part that is no padding.
+        # Values are padded to the width of queries and keys, so the output is too; o_proj reads the part without
+        # padding.
         kept = c * (4 * query + value) + 4 * heads
         kept += _norm(latent.kv_rank, work) + c * latent.kv_rank
         if latent.q_rank is not None:
@@ -223,19 +224,21 @@ def attention_keeps(model: Model, window: bool, work: BlockWorkload) -> float:
             heads + even_share(model.kv_heads, work.tp) - 1
         )
     if stack.attention == "unfused":
-        kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
+        kept += (2 * c + 1) * heads * work.seq  # scores, scores after dropout, and the dropout mask
     return kept * work.tokens
 
 
 def _by_token(model: Model, window: bool, work: BlockWorkload) -> bool:
-    """Whether a kernel keeps no scores, shares keys in every precision and answers so: a window's, a ring's, and one
-    that caps scores."""
+    """Whether the kernel saves no scores, shares keys in every precision and lays its output out by token: the kernels
+    for windows, rings and capped scores."""
     own = window or work.context == "ring" or model.attention_cap is not None
     return own and work.stack.attention == "flash" and model.latent is None
 
 
 def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
-    """Turned back, several heads are a copy; as are those that came from other ranks."""
+    """Bytes of the copy that restores token order: needed for several heads, or for heads received from other context
+    ranks.
+    """
     query, *_ = projected_widths(model, work.tp)
     by_head = work.stack.kernel == "fused" and not answers_by_token(work.cpu, work.compute)
     turned = (work.cpu or by_head) and not _by_token(model, window, work) and model.positions == "rotary"
@@ -246,9 +249,10 @@ def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
 
 
 def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, RoutedTokens]:
-    """Values of one inner tensor; bytes kept of the whole MLP; of these, of tokens as their experts read them."""
+    """Elements of one inner tensor; bytes saved by the whole MLP; and of these, the routed copies of tokens."""
     c, fused = work.compute, work.stack.activation == "fused"
-    # Gate, its activation, up, their product; without a gate: up and its activation. Fused: that is made anew.
+    # Gate, its activation, up, their product; without a gate: up and its activation. Fused: the activation is
+    # recomputed.
     tensors = (3 if fused else 4) if model.gated else (1 if model.activation == "relu" else 2)
     if not experts or model.experts is None:
         inner = work.tokens * even_share(model.ffn, work.tp)
@@ -264,7 +268,7 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
 
 
 def routed_tokens(model: Model, found: Experts, work: BlockWorkload, shared: float) -> RoutedTokens:
-    """Tokens as their experts read them; and what experts make of them, where the weights' gradient needs it."""
+    """Tokens as their experts read them, and the experts' outputs if the routing weights' gradient needs them."""
     copies, again = work.tokens * found.active, work.stack.gates_again
     whole = float(work.compute * model.hidden * copies)
     sent = whole / work.tp if work.ep > 1 else whole
@@ -275,16 +279,17 @@ def routed_tokens(model: Model, found: Experts, work: BlockWorkload, shared: flo
 
 
 def routing_keeps(found: Experts, work: BlockWorkload) -> float:
-    """What the router keeps, and where each token's copies are."""
+    """What the router saves, and the indices that place each token's copies."""
     c, copies = work.compute, work.tokens * found.active
-    # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
-    # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
+    # Scores of all experts; for the active ones: indices, weights before they are normalised, and weights as used; and
+    # positions after sorting, by expert, and with ``ep`` also by rank.
     chosen = work.wide if found.normalized else 0
     scores = (work.wide * found.count + chosen + (chosen + 8) * found.active) * work.stream
     if work.nodes == 1:
         scores += (c + (32 if work.ep > 1 else 16)) * copies
     else:
-        # By node, and of what has come by expert; there, of each of its experts, the weight and the place.
+        # Sorted by node, and what was received sorted by expert; per received token and active expert, the weight and
+        # the position.
         scores += (16 + (16 if work.ep > work.nodes else 0)) * copies
         scores += (8 + (8 + c) * found.active) * work.crossed
     return float(scores)
@@ -293,7 +298,7 @@ def routing_keeps(found: Experts, work: BlockWorkload) -> float:
 def _selected(
     model: Model, parts: KeptTensors, inner: float, routed: RoutedTokens, work: BlockWorkload
 ) -> tuple[float, float]:
-    """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
+    """Bytes that selective recomputation saves besides the input, and how many of them ``parts`` counts as well."""
     c, tokens = work.compute, work.tokens
     query, key, value = projected_widths(model, work.tp)
     gates = inner * (2 if model.gated else 1)
@@ -306,13 +311,13 @@ def _selected(
         kept = parts.all - parts.entered - own - (own if parts.has_input else 0.0)
         return kept, kept
     if work.stack.selective == "half":
-        # Of q, k, v, o, gate, up, down every second: q, v, gate, down; and attention's result.
+        # Every second of q, k, v, o, gate, up, down: q, v, gate, down; and attention's output.
         used = c * tokens * (query + value + query) + inner
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
     if routed.whole and model.experts:
-        products += work.wide * model.experts.count * work.stream  # what the router makes of them
-    # Every product is let go as it is used again. The last one stays, unless a norm behind it or the way back of
+        products += work.wide * model.experts.count * work.stream  # the router's logits
+    # Each saved product is freed as it is used. The last one stays, unless a norm behind it or the return of the
     # experts' tokens uses it.
     last = routed.whole or c * tokens * model.hidden
     used = model.output_norms or routed.whole
@@ -327,10 +332,11 @@ def in_mixing(
     routed: RoutedTokens,
     work: BlockWorkload,
 ) -> float:
-    """Results are multiplied with the gradient that comes in, once for each expert that a token has.
+    """Backward through the weighted sum of the experts' outputs: each output times the entering gradient, once per
+    active expert.
 
-    Shared experts, computed before, have all of theirs still. Where tensor ranks have sent features, those of all ranks
-    are then gathered, and put in order.
+    Shared experts, computed first, still hold all their tensors. With features split over tensor ranks, those of all
+    ranks are then gathered and reordered.
     """
     read = work.compute * model.hidden * work.tokens
     before = kept + stream
@@ -340,17 +346,17 @@ def in_mixing(
 
 
 def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWorkload) -> float:
-    """The forward pass where tensor ranks have sent features, as the experts' results are summed over them.
+    """Peak of the forward pass when tokens' features are split over tensor ranks: as the experts' outputs are summed.
 
-    Beside tokens as they came, from other nodes and inside, and the sum: the results, and a copy of them in the order
-    of ranks. All of the block's tokens are still there, its input, what attention made of it and their sum. 0: that is
-    not what is done.
+    Tokens as received from other nodes and inside the node, the sum, the outputs, and a copy of those in rank order.
+    All of the block's tokens are still alive: its input, attention's output and their sum. 0 if features are not
+    split.
     """
     if routed.sent == routed.whole:
         return 0.0
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
-    of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
+    of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # shared experts' output
     arrived = 2 * routed.whole / work.parts + routed.sent + routed.crossed
     return kept + of_shared + gathered + 3 * stream + arrived
 
@@ -364,30 +370,31 @@ def _working(
     routed: RoutedTokens,
     work: BlockWorkload,
 ) -> tuple[BlockPeak, ...]:
-    """What is there of the block's own tensors and their gradients, in the order of time."""
+    """The block's own tensors and gradients at each candidate peak of the backward pass, in time order."""
     c, tokens = work.compute, work.tokens
     query, key, value = projected_widths(model, work.tp)
     ways_in = 2 if model.gated else 1
-    # The MLP's dropout comes first, and its mask has gone.
+    # The MLP's dropout comes first, so its mask is freed.
     held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
-    # Its way in: what each of the projections makes of its gradient, still apart; experts' are one projection.
+    # The way in: the input gradients of gate_proj and up_proj, still separate; experts have them as one projection.
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
     if routed.inner:
         entering = ways_in * inner + routed.whole
     entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
     if routed.whole and work.parts > 1:
-        # Its weights' gradient of the last part of the tokens; that of the part before waits, and is added to it.
+        # Weight gradients of the last part of the tokens; those of the previous part wait to be added.
         entered = entered._replace(bytes=entered.bytes - entering / work.parts, waiting=ways_in)
     later = (
-        # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
+        # The second norm, after the MLP's tensors are freed. In one precision, the stream's two gradients are the same
+        # tensor.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # The norm behind attention. The stream has a gradient of its own.
         after_mlp - parts.output_norm + (norm_backward(model, work) + stream if model.output_norms else 0.0),
-        # Attention: gradients of its result, queries, keys and values.
+        # Attention: gradients of its output, queries, keys and values.
         after_mlp - parts.output_norm + stream + c * tokens * (query + query + key + value),
     )
-    # By then the way out of attention has its weight's gradient too.
+    # By then o_proj has its weight gradient too.
     ways_out = query / even_share(model.ffn, work.tp)
     shared = [
         BlockPeak(
@@ -397,12 +404,12 @@ def _working(
         )
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
-    # The activation: the gradients of its two factors and of their product, which itself is gone.
+    # The activation function: the gradients of its two factors; their product's gradient has been freed.
     activation = BlockPeak(held - routed.returned + stream + ways_in * inner, 1)
     if routed.inner:
-        # That of experts: before their weights' first gradient, which needs the product and their results' gradient.
+        # For experts: before their first weight gradient, which needs the product and the gradient of their outputs.
         activation = BlockPeak(held - routed.returned + stream + routed.whole + 4 * routed.inner, 0)
-    # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
+    # The first norm, with nothing else of the block left and all its weight gradients computed.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
     found = activation, entered, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
     if not model.output_norms:

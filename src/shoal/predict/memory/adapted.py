@@ -1,8 +1,8 @@
-"""Activation memory of a block with adapters: what is frozen keeps nothing of its input for a weight's gradient.
+"""Activation memory of a block with adapters: frozen projections do not save their input for a weight gradient.
 
-A projection with an adapter keeps its input, which the first factor reads, and the narrow vector between the two.
-What no adapter comes before needs no gradient at all: so it is in the first block of a network, up to its first adapter
-(``entry``), for the embedding is frozen. Moments are those of ``activations``. Blocks with routed experts:
+A projection with an adapter saves its input, which the first factor reads, and the low-rank vector between the
+factors. Nothing before the first adapter needs a gradient, since the embedding is frozen: this concerns the first
+block, up to its first adapter (``entry``). Peaks are those of ``activations``. For blocks with routed experts see
 ``adapted_experts``.
 """
 
@@ -29,20 +29,20 @@ from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, Blo
 from shoal.predict.memory.compiled import compiled_activations
 
 INTO_ATTENTION, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-# Of latent attention: what reads the block's first norm, and what reads the narrow vectors.
+# Latent attention: projections that read the block's first norm, and those that read the low-rank vectors.
 INTO_LATENT, OUT_OF_LATENT = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj")
 
 
 class AdaptedParts(NamedTuple):
-    """What autograd keeps of a block, in bytes."""
+    """What autograd saves of a block, in bytes."""
 
     first_norm: float
-    attention: float  # with what its projections read
+    attention: float  # with the inputs of its projections
     second_norm: float
-    mlp: float  # with what its projections read
-    product: float  # of that, what its way out reads
+    mlp: float  # with the inputs of its projections
+    product: float  # of that, down_proj's input
     dropout: float
-    has_input: bool  # whether a norm keeps the residual stream itself, and not a wider copy
+    has_input: bool  # whether a norm saves the residual stream itself rather than a widened copy
     streamed: bool = True  # whether the residual stream has a gradient after attention
 
     @property
@@ -73,7 +73,7 @@ def adapted_activations(
             products = attention_products(model, False, work) + ways_in * inner + narrow * count
             resting, shared = resting + products + whole, shared + products
             if work.dropout or has("down_proj"):
-                shared += whole  # the last product is used again, and let go
+                shared += whole  # the last product is read again, then freed
     gathered = whole if work.sp else 0.0
     held = kept.all - kept.dropout / 2
     after_mlp = held - kept.mlp - kept.second_norm
@@ -81,30 +81,30 @@ def adapted_activations(
     opening = kept.all + stream + gathered + max(inner, unpacked("down_proj", inner))
     moments = [BlockPeak(held - kept.product + stream + (1 + ways_in) * inner, 1)]
     if has("down_proj"):
-        # The weight and the first factor both make a gradient of what they read; and the sum of the two, or, before
-        # it, what dropout leaves of one.
+        # The weight and the first factor both produce an input gradient; plus their sum or, before it, the dropout
+        # mask.
         mask = inner / c - narrow if adapters.dropout else 0.0
         moments.insert(0, BlockPeak(held - kept.product + mask + stream + 3 * inner, 1))
     if work.recompute != "none":
-        # The end of the repeated forward pass, beside the gradient that enters: what is yet to be let go of.
+        # The end of the recomputed forward pass, beside the entering gradient: what has not been freed yet.
         repeated = kept.all + stream + gathered + (whole if has("down_proj") else inner)
-        # With dropout adapters keep none of what is read, which is there as long as its projections are computed.
+        # With dropout, adapters do not save the shared input, which lives only while its projections are computed.
         apart = adapters.dropout > 0
         repeated += (0.0 if any(map(has, INTO_MLP)) and not apart else whole) + (stream if work.sp else 0.0)
         repeated += inner if has("down_proj") and apart else 0.0
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
         if adapters.base == "nf4":
-            # Of the last product, which selective recomputation has kept, there is nothing yet.
+            # The last product does not exist yet if selective recomputation has saved it.
             made = whole if has("down_proj") and work.recompute == "full" else 0.0
             result = whole if work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", result), 0))
             if adapters.kind == "dora" and has("down_proj"):
-                # Behind it once more, for its rows' lengths.
+                # Once more after it, for the lengths of its rows.
                 lengths = _unpacked_in_steps(unpacked("down_proj", 0.0), work)
                 moments.insert(0, BlockPeak(repeated + lengths, 0))
     read = what_is_read(adapters, INTO_MLP, c, whole)
-    # The last way in, beside what the others made of their gradients; its adapter has made its own.
+    # The last of gate_proj and up_proj, beside the other's input gradient; its adapter has produced its own.
     last = max(whole, unpacked("up_proj", whole))
     later = [held - kept.mlp + read + stream + inner + whole + last]
     beside = whole if has("up_proj") else 0.0
@@ -113,7 +113,7 @@ def adapted_activations(
     if gathered and work.rows > 1 and work.recompute == "none":
         moments.insert(0, BlockPeak(kept.all + stream + 2 * gathered, 0))
     put_off = inner if has("down_proj") else 0.0
-    # First factors alone have gradients that can wait: for what they read.
+    # Only first factors have gradients that can be deferred, which keeps their inputs alive.
     deferred = put_off + what_is_read(adapters, INTO_MLP, c, whole, False) + narrow * count
     deferred += read_in_attention(model, adapters, work)
     return BlockActivations(
@@ -138,7 +138,9 @@ def attention_moments(
     stream: float,
     work: BlockWorkload,
 ) -> list[BlockPeak]:
-    """From the second norm's backward pass to the first one's. ``before``: the fullest moment of the MLP's way in."""
+    """Peaks from the second norm's backward pass to the first norm's. ``before``: the peak of gate_proj's and
+    up_proj's backward pass.
+    """
     c, tokens = work.compute, work.tokens
     query, key, value = projected_widths(model, work.tp)
     wider = stream if work.wide > c else 0.0
@@ -157,7 +159,7 @@ def attention_moments(
 
 
 def _compiled(model: Model, adapters: Adapters, work: BlockWorkload) -> BlockActivations:
-    """It keeps the list of a block that is trained whole, frozen or not, and what lies between two factors."""
+    """A compiled block saves the same list as a fully trained one, plus the vectors between the factors."""
     block = compiled_activations(model, work)
     narrow = float(work.compute * adapters.rank * work.tokens)
     kept = narrow * sum(map(set(adapters.targets).__contains__, projection_names(model, False)))
@@ -167,7 +169,7 @@ def _compiled(model: Model, adapters: Adapters, work: BlockWorkload) -> BlockAct
 def unpacked_bytes(
     model: Model, experts: bool, adapters: Adapters, work: BlockWorkload, name: str, result: float
 ) -> float:
-    """A product with a weight in 4 bits: the weight as it is used, and what it gives; 0: it is not in 4 bits."""
+    """A product with a 4-bit weight: the unpacked weight and the output. 0 if the weight is not in 4 bits."""
     if adapters.base != "nf4":
         return 0.0
     every = block_parameters(model, experts)
@@ -179,7 +181,7 @@ def unpacked_bytes(
 
 
 def _unpacked_in_steps(unpacked: float, work: BlockWorkload) -> float:
-    """Where there is no kernel for it, beside it some levels in fp32, these times their scales, and the scales."""
+    """Without an unpacking kernel: also a chunk of levels in fp32, the same times their scales, and the scales."""
     values = min(unpacked / work.compute, AT_ONCE) if work.cpu else 0.0
     return unpacked + 2 * 4 * values + SCALE_BYTES * values / BLOCK
 
@@ -187,10 +189,10 @@ def _unpacked_in_steps(unpacked: float, work: BlockWorkload) -> float:
 def what_is_read(
     adapters: Adapters, names: tuple[str, ...], compute: int, read: float, flows: bool = True
 ) -> float:
-    """What adapters of these keep of the ``read`` bytes that all of them read.
+    """What these projections' adapters save of the ``read`` bytes that all of them read.
 
-    It is one tensor, but with dropout: there each has its own of what is left, and, where a gradient goes on from it
-    (``flows``), a mask of a byte a value.
+    One shared tensor, unless there is dropout: then each has its own dropped copy and, if a gradient continues from it
+    (``flows``), a mask of one byte per value.
     """
     found = sum(name in adapters.targets for name in names)
     return found * (read + flows * read / compute) if adapters.dropout else min(found, 1) * read
@@ -198,13 +200,13 @@ def what_is_read(
 
 @lru_cache(maxsize=1024)
 def projection_names(model: Model, experts: bool) -> tuple[str, ...]:
-    """Of a block, those that can have adapters."""
+    """The projections of a block that can have adapters."""
     every = block_parameters(model, experts)
     return tuple(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
 
 
 def attention_products(model: Model, experts: bool, work: BlockWorkload) -> float:
-    """What its projections give."""
+    """Bytes of the outputs of attention's projections."""
     rows = (
         tensor_part(one, work.tp, 0).box.shape[0]
         for one in block_parameters(model, experts)
@@ -214,7 +216,7 @@ def attention_products(model: Model, experts: bool, work: BlockWorkload) -> floa
 
 
 def read_in_attention(model: Model, adapters: Adapters, work: BlockWorkload) -> float:
-    """What first factors of attention's adapters read, as it waits for their weights' gradients."""
+    """Inputs of the first factors of attention's adapters, while their weight gradients are deferred."""
     c, tokens = work.compute, work.tokens
     query, _, value = projected_widths(model, work.tp)
     into = INTO_ATTENTION if model.latent is None else INTO_LATENT
@@ -224,7 +226,7 @@ def read_in_attention(model: Model, adapters: Adapters, work: BlockWorkload) -> 
 
 
 def _read_narrow(model: Model, adapters: Adapters, work: BlockWorkload, flows: bool) -> float:
-    """Of latent attention's narrow vectors, what adapters of the projections out of them read."""
+    """The part of latent attention's low-rank vectors that adapters read."""
     if model.latent is None:
         return 0.0
     widths = zip(OUT_OF_LATENT, (model.latent.q_rank or 0, model.latent.kv_rank), strict=True)
@@ -235,7 +237,7 @@ def _read_narrow(model: Model, adapters: Adapters, work: BlockWorkload, flows: b
 def attention_parts(
     model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload
 ) -> tuple[float, bool, bool]:
-    """Bytes that attention keeps; whether its result has a gradient, and the stream behind it."""
+    """Bytes that attention saves; whether its output has a gradient; and whether the stream behind it has one."""
     c, tokens = work.compute, work.tokens
     has = set(adapters.targets).__contains__
     narrow, whole = float(c * adapters.rank * tokens), float(c * model.hidden * tokens)
@@ -247,13 +249,13 @@ def attention_parts(
     found += attention_keeps(model, window, work) if attended else 0.0
     found += narrow * sum(map(has, (*names, "o_proj")))
     if entry and attended and model.qk_norm:
-        # What nothing trained has made is normed, and not for a gradient.
+        # Heads that nothing trained produced are normed without saving anything for a gradient.
         heads, key_heads = (even_share(count, work.tp) for count in (model.heads, model.kv_heads))
         still = heads * ("q_proj" not in adapters.targets) + key_heads * ("k_proj" not in adapters.targets)
         found -= work.wide * tokens * still * (model.head_dim + 1)
     given = query
     if model.latent is not None:
-        # Of these ``attention_keeps`` has what frozen projections read, too.
+        # ``attention_keeps`` includes the inputs of frozen projections as well.
         given = value
         everything = value + model.latent.kv_rank + (model.latent.q_rank or 0)
         found -= c * tokens * everything if attended else 0.0
@@ -261,14 +263,14 @@ def attention_parts(
     if has("o_proj") and (adapters.dropout or model.latent is not None):
         found += what_is_read(adapters, ("o_proj",), c, float(c * tokens * given), attended)
     elif has("o_proj"):
-        # Its input is attention's result, or a copy of it. Without a copy it is kept once.
+        # o_proj's input is attention's output, which is already saved, or a copy of it.
         found += turned_copy(model, window, work) or (0.0 if attended else float(c * tokens * given))
     return found, attended, attended or has("o_proj")
 
 
 def multiplied(model: Model, experts: bool, adapters: Adapters, work: BlockWorkload, inside: str) -> float:
-    """Of DoRA, what a row's trained length multiplies, of projections in a part of the block; and by what, which is
-    kept, as is the length of what it is divided by."""
+    """DoRA, for the projections in one part of the block: the tensor scaled by each row's trained length, that length,
+    and the norm it is divided by, all saved."""
     if adapters.kind != "dora":
         return 0.0
     found = 0
@@ -282,7 +284,7 @@ def multiplied(model: Model, experts: bool, adapters: Adapters, work: BlockWorkl
 def mlp_parts(
     model: Model, width: int, adapters: Adapters, work: BlockWorkload, streamed: bool
 ) -> tuple[float, float]:
-    """Bytes that an MLP of this width keeps, and of these what its way out reads."""
+    """Bytes saved by an MLP of this width, and of these, down_proj's input."""
     c, tokens = work.compute, work.tokens
     has = set(adapters.targets).__contains__
     narrow, whole = float(c * adapters.rank * tokens), float(c * model.hidden * tokens)
@@ -290,13 +292,13 @@ def mlp_parts(
     gate = up = streamed
     gate, up = gate or has("gate_proj"), up or has("up_proj")
     if model.gated:
-        # Gate and up, where the first has a gradient; gate's activation, where the second has.
+        # Gate and up if the gate has a gradient; the gate's activation if up has one.
         mlp = inner * (2 * gate + up)
     else:
         mlp = inner * up * (0 if model.activation == "relu" else 1)
     product = what_is_read(adapters, ("down_proj",), c, inner, gate or up)
     if not model.gated and model.activation == "relu" and up:
-        product = inner + (product if adapters.dropout else 0.0)  # it is its own result
+        product = inner + (product if adapters.dropout else 0.0)  # ReLU needs only its output
     mlp += product + what_is_read(adapters, INTO_MLP if model.gated else ("up_proj",), c, whole, streamed)
     mlp += narrow * sum(map(has, (*(("gate_proj",) if model.gated else ()), "up_proj", "down_proj")))
     return mlp, product
@@ -325,7 +327,7 @@ def around(
     mlp: float,
     product: float,
 ) -> AdaptedParts:
-    """With a block's norms and dropouts."""
+    """Add the block's norms and dropout masks."""
     norm = norm_keeps(model, work) * work.stream
     masks = 2 if streamed else 1
     return AdaptedParts(

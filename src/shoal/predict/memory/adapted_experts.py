@@ -1,9 +1,10 @@
-"""Activation memory of a block with adapters and routed experts, which are frozen.
+"""Activation memory of a block with adapters and frozen routed experts.
 
-Frozen experts keep nothing that they read: what gate and up gave, which their gradients need, and those of the tokens'
-weights; where experts are on other ranks, for these what came back. Weights always have a gradient, for the routers'
-tally is there (``models/router.py``); tokens have one where anything before them is trained. In the backward pass the
-experts that every token uses come last. Of experts in 4 bits one stack at a time is there as it is used.
+Frozen experts do not save their inputs. They save the outputs of gate and up, which those need for their own gradients
+and for the routing weights'; with experts on other ranks, the routing weights need the returned outputs instead.
+Routing weights always have a gradient, because the router's load statistics are attached (``models/router.py``);
+tokens have one if anything before them is trained. Shared experts come last in the backward pass. 4-bit experts are
+unpacked one stack at a time.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from shoal.predict.memory.adapted import (
 )
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 
-WAYS_IN = 2  # experts have a gate
-GROUPED_WIDTH = 2  # bytes of bf16, which torch's grouped product takes
+WAYS_IN = 2  # experts are gated: gate and up
+GROUPED_WIDTH = 2  # bytes of bf16, which torch's grouped product needs
 
 
 @lru_cache(maxsize=65536)
@@ -56,7 +57,7 @@ def adapted_experts(
         shared_mlp, product = mlp_parts(model, experts.shared_ffn, adapters, work, streamed)
         shared_mlp += multiplied(model, True, adapters, work, "shared_experts")
     routed = routed_tokens(model, experts, work, shared_mlp)
-    # What gate and up gave, where tokens or, as part of the way out's input, their weights have a gradient.
+    # Outputs of gate and up, if tokens have a gradient, or routing weights do as part of down_proj's input.
     own = WAYS_IN * inner * (streamed or work.ep == 1)
     of_routed = own + routed.returned + routing_keeps(experts, work)
     kept = around(
@@ -87,12 +88,12 @@ def adapted_experts(
     held = kept.all - kept.dropout / 2
     unpacked = _unpacked(model, experts, adapters, work)
     after_mixing = held - routed.returned + stream + gathered + routed.whole
-    # The way out: the gradient of its input; with that those of gate and up, and the input, made again.
+    # down_proj: the gradient of its input, together with those of gate and up, and the recomputed input.
     leaving = after_mixing + inner + max(unpacked, (WAYS_IN + 1) * inner) if own else 0.0
     if own:
         moments.append(BlockPeak(leaving, 1))
     if streamed:
-        # The way in: what it read has a gradient, where there is no grouped product put together of parts.
+        # gate_proj and up_proj: the gradient of their input, assembled from parts if there is no grouped product.
         into = held - of_routed + stream + gathered + WAYS_IN * inner + _parts(routed.whole, work)
         moments.append(BlockPeak(into + WAYS_IN * unpacked, 1))
     moments += _shared(adapters, experts, kept, held - of_routed, stream, whole, of_shared, model, work)
@@ -127,18 +128,17 @@ def _in_forward(
     inner: float,
     work: BlockWorkload,
 ) -> tuple[float, float]:
-    """The fullest moment of a forward pass, beyond what is kept; and of one that is repeated, which ends with what the
-    experts made of their tokens.
+    """Peak of a forward pass beyond what is saved; and of a recomputed one, which ends with the experts' outputs.
 
-    Functions that have not returned still know what they were given: the block's input; the stream after attention,
-    and that normed, of all tokens too; what shared experts made of these; tokens in the order of their experts.
+    Frames that have not returned still hold their arguments: the block's input; the stream after attention, and its
+    norm, also over all tokens; the shared experts' output; the tokens sorted by expert.
     """
     stream, whole = (work.compute * model.hidden * count for count in (work.stream, work.tokens))
     keeps_read = experts.shared and not adapters.dropout and any(one in adapters.targets for one in INTO_MLP)
     beside = whole if experts.shared else 0.0
     known = routed.whole + beside + (0.0 if keeps_read else whole)
     known += (0.0 if kept.has_input else stream) + (stream if work.sp else 0.0)
-    # The way out: what it reads, and what it gives; before, as the first is made, the second only where it was kept.
+    # down_proj: its input and output. Before that, as its input is computed, the output exists only if it was saved.
     result = routed.whole - routed.returned
     product = known + inner + _parts(routed.whole, work) - routed.returned
     product += _unpacked(model, experts, adapters, work)
@@ -146,15 +146,15 @@ def _in_forward(
         product = max(product, known + 2 * inner + result)
     entered = stream
     if work.tp > 1 and work.ep > 1:
-        # Tokens as they came and in order; results of all ranks' features, and a copy in the order of ranks.
+        # Tokens as received and sorted; outputs over all ranks' features, and a copy in rank order.
         moment = known + 2 * routed.whole + 2 * routed.sent + routed.crossed
         moment = max(moment, product + routed.whole + 2 * routed.sent)
         forward, entered = moment, stream + whole / work.tp + (beside if work.sp else 0.0)
     elif work.ep > 1:
         forward = moment = max(known + 2 * routed.sent + routed.crossed, product + routed.sent)
     elif work.tp > 1:
-        moment = known + whole + result  # added up
-        # As it leaves, with what shared experts made of it; in the order of ranks.
+        moment = known + whole + result  # summed
+        # On leaving the block, with the shared experts' output; reordered by rank.
         leaving = known + whole + beside + (stream if work.sp else whole)
         forward = max(product, leaving + (whole if work.sp and work.rows > 1 else 0.0))
         moment = max(moment, product)
@@ -165,12 +165,12 @@ def _in_forward(
 
 
 def _parts(made: float, work: BlockWorkload) -> float:
-    """What a product of each expert's tokens makes; where there is no grouped one, also its parts."""
+    """Bytes of a product over each expert's tokens; without a grouped product, also of its parts."""
     return made if work.compute == GROUPED_WIDTH else 2 * made
 
 
 def _unpacked(model: Model, experts: Experts, adapters: Adapters, work: BlockWorkload) -> float:
-    """In 4 bits: one matrix of each expert here, as it is used. Gates and ups are used together."""
+    """Experts in 4 bits: one unpacked matrix of each expert on this rank. Gate and up are used together."""
     if adapters.base != "nf4":
         return 0.0
     each = even_share(experts.ffn, work.tp) * model.hidden
@@ -188,7 +188,7 @@ def _shared(
     model: Model,
     work: BlockWorkload,
 ) -> list[BlockPeak]:
-    """Of experts that every token uses, beside the gradient that routed ones have made of what all of them read."""
+    """Peaks of the shared experts' backward pass, while the routed experts' input gradient exists."""
     if not experts.shared or not kept.streamed:
         return []
     there = held + stream + whole + (whole if work.sp else 0.0)

@@ -1,9 +1,9 @@
-"""Memory of attention over context ranks (``cp``): what it keeps is attention's; here, what its backward pass adds.
+"""Memory that attention's backward pass adds under context parallelism (``cp``); ``activations`` has what it saves.
 
-ring     in the turn that holds the most: the gradient that enters; that of the queries, in at least fp32, as it was
-         and as it becomes; gradients of keys and values, this rank's own and those that pass through. In buffers:
-         keys and values of this turn, of the next one, and gradients that come in.
-ulysses  the gradient that enters, as it is laid out to be sent, and as it arrives; then what attention itself adds
+ring     at the largest step: the entering gradient; the queries' gradient in at least fp32, before and after the
+         update; gradients of keys and values, this rank's and those passing through. In buffers: keys and values of
+         this step and the next, and incoming gradients.
+ulysses  the entering gradient, as laid out for sending and as received; then what attention itself adds
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from shoal.predict.memory.block_workload import BlockWorkload
 
 
 class ContextMoment(NamedTuple):
-    """A moment of attention's backward pass, beyond what attention keeps."""
+    """A candidate peak of attention's backward pass, beyond what attention saves."""
 
     activations: float
     buffers: float
 
 
 def moments(query: int, key: int, value: int, work: BlockWorkload) -> list[ContextMoment]:
-    """The widths are those of all queries, keys and values of a token on this rank."""
+    """``query``, ``key``, ``value``: widths of all queries, keys and values of a token on this rank."""
     c, tokens = work.compute, work.tokens
     narrow, wide, pair = c * tokens * query, work.wide * tokens * query, c * tokens * (key + value)
     if work.context == "ulysses":
         return [ContextMoment(3 * narrow, 0.0), ContextMoment(2 * narrow + pair, 0.0)]
-    # Where the forward pass was repeated, this rank's own keys and values are let go of after the first turn.
+    # If the forward pass was recomputed, this rank's own keys and values are freed after the first ring step.
     gone = 0.0 if work.recompute == "none" else pair
     if work.cp == 2:
         return [ContextMoment(2 * narrow + wide + 2 * pair - gone, pair)]

@@ -1,4 +1,4 @@
-"""Device memory beyond tensors: workspaces, what the allocator adds, CUDA context, communicators."""
+"""Device memory beyond tensors: workspaces, allocator fragmentation, CUDA context, communicators."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.memory.unsplit import unsplit
 from shoal.predict.workload import Workload
 
-# cuBLAS and cuBLASLt take 32 MiB each from torch's allocator on Hopper, seen as 0.067 GiB before the first step.
+# cuBLAS and cuBLASLt take 32 MiB each from torch's allocator on Hopper: 0.067 GiB seen before the first step.
 WORKSPACE = 64 * 2**20
-# Reserved over allocated: the median and the 90th percentile of what was measured. Predictions are set against
-# measurements at the median; whether a plan fits is asked at the 90th percentile.
+# Reserved over allocated memory: the measured median and 90th percentile. Predictions are compared with measurements
+# at the median; whether a plan fits is decided at the 90th percentile.
 FRAGMENTED = 1.038
 FRAGMENTED_P90 = 1.071
-# A CUDA context with torch's kernels loaded, and a group's NCCL communicator: 0.5 to 0.7 GB were seen.
+# A CUDA context with torch's kernels loaded, and the NCCL communicator of one group: 0.5 to 0.7 GB were seen.
 CONTEXT = 500 * 2**20
 COMMUNICATOR = 600 * 10**6
-# A device's share of its machine's memory if not given: 2 TiB for eight, as in the vendors' reference systems; an
-# eighth is left to the system and the data.
+# A device's share of host memory if not given: 2 TiB for eight devices, as in the vendors' reference systems; an
+# eighth is reserved for the system and the data.
 HOST_MEMORY = 256 * 2**30
-# A card for desktops sits in one, whose board takes 128 GiB.
+# Desktop cards: one per machine, whose board takes 128 GiB.
 DESKTOP, DESKTOP_MEMORY = "RTX", 128 * 2**30
 HOST_USABLE = 7 / 8
-# And of its disks, likewise: a DGX H100 has eight of 3.84 TB for eight. An eighth is left to checkpoints and data.
+# The same for disks: a DGX H100 has eight of 3.84 TB for eight devices. An eighth is reserved for checkpoints and
+# data.
 NVME = 3.84e12
 NVME_USABLE = 7 / 8
 
@@ -36,12 +37,14 @@ class Band(NamedTuple):
 
 
 def beside_tensors(rank: RankInventory) -> int:
-    """What libraries take from torch's allocator, and what it grants with tensors beyond what they ask for."""
+    """What libraries take from torch's allocator, and what it adds to tensors by rounding up."""
     return 0 if rank.workload.cluster.device.name == "cpu" else WORKSPACE + round(unsplit(rank))
 
 
 def on_top(workload: Workload, allocated: int) -> Band:
-    """A CPU's allocator gives back what is freed, and gloo holds next to nothing."""
+    """Memory beyond the allocated bytes. On a CPU there is none: its allocator returns freed memory and gloo holds
+    next to nothing.
+    """
     if workload.cluster.device.name == "cpu":
         return Band(allocated, allocated, allocated)
     reserved = round(allocated * FRAGMENTED)
@@ -50,25 +53,27 @@ def on_top(workload: Workload, allocated: int) -> Band:
 
 
 def host_share(cluster: Cluster) -> int:
-    """What a device may put into its machine's memory."""
+    """Host memory that one device may use."""
     return round(host_memory(cluster) * HOST_USABLE)
 
 
 def host_memory(cluster: Cluster) -> int:
-    """A device's part of its machine's, assumed where it is not given."""
+    """One device's part of its machine's memory, assumed if not given."""
     if cluster.host_memory is not None:
         return cluster.host_memory // cluster.devices_per_node
     return DESKTOP_MEMORY if cluster.device.name.startswith(DESKTOP) else HOST_MEMORY
 
 
 def nvme_share(cluster: Cluster) -> int:
-    """And onto its disks."""
+    """Disk space that one device may use."""
     mine = NVME if cluster.nvme is None else cluster.nvme / cluster.devices_per_node
     return round(mine * NVME_USABLE)
 
 
 def communicators(workload: Workload) -> int:
-    """One for each axis that has several ranks, and for those that share states; a pipeline has one for either way."""
+    """Number of communicators: one per axis with several ranks and one for ranks that share states; a pipeline has one
+    per direction.
+    """
     layout = workload.layout
     axes = [layout.dp, layout.shards, layout.tp, layout.cp, layout.pp, layout.pp, layout.ep]
     return sum(1 for ranks in axes if ranks > 1)

@@ -1,7 +1,8 @@
-"""offload=params: of the weights that rest in the host's memory, those that are on the device for a moment.
+"""Device memory of fetched weights under offload=params: weights that live in host memory and are briefly on the
+device.
 
-The block that is computed and the one that comes next; the head with the last block; a pipeline's last block alone.
-What FSDP gathers it gathers as always (``shard``): the rows that are fetched for it go before what came is taken apart.
+Present at a time: the block being computed and the next one; the head with the last block; in a pipeline, its last
+block alone. FSDP all-gathers as always (``shard``): fetched shards are freed before the gathered buffer is unpacked.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from shoal.predict.rank_parameters import ParameterCount
 
 
 class FetchedWeights:
-    """Bytes on one rank of the pipeline."""
+    """Bytes of fetched weights on one pipeline rank."""
 
     def __init__(self, rank: RankInventory) -> None:
         self.rank, self.share = rank, rank.offloaded("params")
 
     def in_forward(self, number: int) -> float:
-        """Of a stage, in its last block."""
+        """In the last block of a stage's forward pass."""
         return self._block(number, self._stage(number).layers - 1) + self._ends(number)
 
     def in_loss(self, number: int) -> float:
         return self.in_forward(number)
 
     def in_block(self, number: int, block: int) -> float:
-        """In the backward pass of a block, counted from the first of the stage."""
+        """In the backward pass of a block, given its index in the stage."""
         return self._block(number, block) + (self._block(number, block - 1) if block else 0.0)
 
     def in_embedding(self, number: int) -> float:
-        """The first block's are still there."""
+        """The first block's weights are still there."""
         return self._block(number, 0)
 
     def looked_at(self, number: int) -> set[int]:
-        """Blocks that can have the most beside them: the second, and the first two of those that are fetched."""
+        """Blocks that may have the most fetched weights: the second, and the first two that are offloaded."""
         if not self.share:
             return set()
         layers = self._stage(number).layers
@@ -42,7 +43,7 @@ class FetchedWeights:
         return {1, first, first + 1}
 
     def gathering(self) -> float:
-        """As data ranks that update shards of whole weights gather each other's: the largest bucket."""
+        """The largest bucket, as data ranks that update shards all-gather whole weights."""
         layout, tune = self.rank.workload.layout, self.rank.workload.tune
         if not self.share or self.rank.sharded or layout.shards == 1:
             return 0.0
@@ -54,7 +55,7 @@ class FetchedWeights:
         return self.rank.stages[number]
 
     def _ends(self, number: int) -> float:
-        """Of the network: the last norm, and the head or the matrix that it shares."""
+        """The network's end: the final norm, and the head or the tied matrix."""
         if not self._stage(number).last or not self.share or self.rank.sharded:
             return 0.0
         ends, size = self.rank.ends, self.rank.hold.compute
@@ -75,14 +76,14 @@ class FetchedWeights:
 
     @cached_property
     def _stay(self) -> float:
-        """Elements that rest on the device: the first."""
+        """Elements that stay on the device: the first ones of the network."""
         return (1 - self.share) * sum(
             self._here(count) for one in self.rank.stages for count in (one.blocks, one.ends)
         )
 
     @cached_property
     def _ends_at(self) -> list[list[float]]:
-        """Of each stage's blocks, how many of the rank's elements have come by their end."""
+        """For each block of each stage, the cumulative number of this rank's elements up to its end."""
         seen, found = 0.0, []
         for number, stage in enumerate(self.rank.stages):
             seen += self._here(self.rank.ends.embedding) if stage.first else 0
@@ -96,16 +97,16 @@ class FetchedWeights:
         return found
 
     def _here(self, count: ParameterCount) -> int:
-        adapters = self.rank.workload.lora is not None  # which are counted as trained alone
+        adapters = self.rank.workload.lora is not None  # counted as trained alone
         if self.rank.sharded:
             return count.share + adapters * count.trained_share
         return count.whole + adapters * count.trained
 
     def _width(self, count: ParameterCount) -> float:
-        """Bytes of an element on average: a base in NF4 is fetched as it rests."""
+        """Average bytes per element: a base model in NF4 is fetched as stored."""
         if self.rank.workload.lora is None:
             return self.rank.hold.compute
-        if self.rank.sharded:  # routed experts alone
+        if self.rank.sharded:  # only unsharded routed experts are fetched
             packed = self.rank.workload.lora.base == "nf4"
             return self.rank.workload.gathered_width if packed else self.rank.hold.compute
         return self.rank.gathered(count) / max(1, self._here(count))

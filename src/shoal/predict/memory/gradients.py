@@ -1,9 +1,9 @@
-"""Gradients as a backward pass goes on, and what is in buffers beside them. Here: of one data rank.
+"""Gradient memory over a backward pass, and the buffers that go with it. This base class covers a single data rank.
 
-What data ranks do about them is a subclass of ``RankGradients``, found by the strategy's name: ``replicate``, ``zero``
-(zero=1 and 2), ``shard`` (zero=3). A subclass says how many gradients are held (``held``, ``complete``) and what is
-gathered, cast or on its way at each moment. Moments are told apart by how many blocks are ``done``: those of the stage
-whose backward pass is over; None: it has not begun.
+Each strategy for several data ranks is a subclass of ``RankGradients``, in the file of its name: ``replicate``,
+``zero`` (zero=1 and 2), ``shard`` (zero=3). A subclass says how many gradients are held (``held``, ``complete``) and
+what is gathered, cast or in flight at each moment. ``done`` is the number of blocks of the stage whose backward pass
+is over; None: it has not begun.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from shoal.predict.memory.states import updated_gradients
 
 
 class RankGradients:
-    """Gradients appear as they are computed."""
+    """Gradients of one data rank, allocated as they are computed."""
 
-    alone = True  # what a first pass computes is the gradient itself
-    piecemeal = True  # a block's gradients appear as it is computed
+    alone = True  # the first pass's product becomes the gradient itself
+    piecemeal = True  # a block's gradients appear one by one
 
     def __init__(self, rank: RankInventory) -> None:
         workload, hold = rank.workload, rank.hold
         self.rank, self.hold, self.total, self.ends = rank, hold, rank.total, rank.ends
         self.model, self.layout, self.tune = workload.model, workload.layout, workload.tune
         self.adapters_only = workload.lora is not None
-        # Bytes of a gradient as it adds up, and as autograd hands it on; whether it is cast in between.
+        # Bytes of a gradient in its accumulator, and as autograd hands it on; whether it is cast in between.
         self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.gradient != hold.compute
-        # The share that rests here: where the host updates, gradients follow the optimizer's states as they are summed.
+        # The share that stays on the device: with a host update, reduced gradients follow the optimizer states.
         self.stay = 1.0
         model, routed, tp = self.model, self.model.experts, self.layout.tp
-        # Of the projection out of a block's MLP, without and with experts: its gradient comes first.
+        # down_proj's elements in a block without and with experts: its gradient comes first.
         count, width = (routed.count // self.layout.ep, routed.ffn) if routed else (0, 0)
         self.down = even_share(model.ffn, tp) * model.hidden, count * even_share(width, tp) * model.hidden
-        # The embedding's matrix. The gradient of learned positions, which lie beside it, comes by itself.
+        # The embedding's matrix. Learned positions next to it get their gradient separately.
         self.table = min(self.ends.embedding.trained, even_share(model.vocab, tp) * model.hidden)
-        # In buffers: from the first backward pass of a step to its end; as a forward pass comes to the head; what it
-        # still holds, in the loss, of what it gathered; what the head's gradient is put into.
+        # Buffers: held from a step's first backward pass to its end; when the forward pass reaches the head; still
+        # held from all-gathers during the loss; and the bucket that the head's gradient goes into.
         self.standing = self.gathering_head = self.behind = self.head_bucket = 0.0
 
     def passes(self) -> Iterator[RankGradients]:
-        """Kinds of backward passes that leave different gradients."""
+        """The kinds of backward passes that leave different gradients."""
         yield self
 
     # Gradients.
 
     @property
     def complete(self) -> float:
-        """At the update."""
+        """Bytes of gradients at the update."""
         return updated_gradients(self.rank) * self.stay
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
-        """``made``: of the next block, parameters whose gradients have been computed."""
+        """Bytes of gradients held. ``made``: parameters of the next block whose gradients exist already."""
         stage, before = self.stage(moment), moment.before
-        # An earlier backward pass has left the gradients of a stage; where it was split, at first of its ends alone.
+        # Gradients from earlier backward passes of each stage; after a split pass, first only those of its ends.
         arrived = sum(
             (other.blocks.trained if begun is Begun.ALL else 0) + other.ends.trained
             for other, begun in zip(self.rank.stages, moment.begun, strict=True)
@@ -72,17 +72,17 @@ class RankGradients:
         return self.width * arrived
 
     def stays(self, moment: Moment) -> bool:
-        """Nothing is there yet that a gradient would be added to."""
+        """Whether there is no earlier gradient to add to."""
         return self.alone and not moment.before
 
     def made(self, run: BlockRun, count: float | None) -> int:
-        """Of a block's weights whose gradients come first: the MLP's, from its way out; None: of all of them."""
+        """Elements of a block's first ``count`` weight gradients: the MLP's, down_proj's first; None: all."""
         whole = run.block.whole if count is None else round(count * self.down[run.experts])
         return min(whole, run.block.trained) if run.frozen else whole
 
     def added_up_by_part(self, run: BlockRun, count: int) -> float:
-        """Bytes of experts' gradients of one part of the tokens, which wait for those of the other part, and of the
-        latter as the product gives them.
+        """Bytes of the experts' gradients of one part of the tokens, waiting to be added to the other part's, and of
+        the other part's products.
         """
         return self._of_other_part(run, count) + self.hold.compute * self.made(run, count) if count else 0.0
 
@@ -91,7 +91,7 @@ class RankGradients:
         return waiting * self.made(run, count) if count else 0.0
 
     def in_other_streams(self, grads: float) -> float:
-        """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""
+        """Memory in the pools of other streams, beyond the ``grads`` held at the peak."""
         return 0.0
 
     # Buffers.
@@ -104,24 +104,24 @@ class RankGradients:
         return self.in_block(moment, self.stage(moment).runs[-1], 0, 0)
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """``made``: how many of the MLP's gradients are there already; None: all of the block's."""
+        """``made``: how many of the MLP's gradients exist; None: all of the block's."""
         return self.tied_head(moment)
 
     def tied_head(self, moment: Moment) -> float:
-        """A matrix that head and embedding share: the head's gradient waits, for autograd hands on the sum of both."""
+        """A tied matrix: the head's gradient waits, because autograd hands on the sum of both."""
         if not self.model.tied or self.layout.pp > 1 or self.stays(moment):
             return 0.0
         return self.handed_on * self.ends.head.trained
 
-    # Moments.
+    # Candidate peaks.
 
     def first_product(
         self, moment: Moment, run: BlockRun, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        """The first weight gradient of a block: as the product gives it; then, its inputs gone, as it is added up; the
-        second one, as that is added up.
+        """A block's first weight gradient: at its product; at its accumulation, after its inputs are freed; and the
+        second gradient's accumulation.
 
-        Bytes in buffers, and those of the activations that have gone by then.
+        Yields bytes in buffers, and bytes of activations freed by then.
         """
         if self.adapters_only or moment.split:
             yield 0.0, 0.0
@@ -139,15 +139,15 @@ class RankGradients:
             yield added, 0.0
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
-        """Where the weight was cast, that has gone as well by then, as wide as the product."""
+        """If the weight was cast, that cast, as wide as the product, has been freed by then."""
         return added + (0.0 if self.hold.cast else product), block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
-        """How many blocks of a run are done when one can be the fullest: none, or all but one."""
+        """How many blocks of a run are done at each candidate peak: none, or all but one."""
         return sorted({0, run.layers - 1})
 
     def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
-        """As the head's gradient is reduced, itself still there."""
+        """While the head's gradient is reduced and still held itself."""
         yield from ()
 
     def before_experts(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
@@ -162,7 +162,7 @@ class RankGradients:
         yield from ()
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
-        """The last gradient of all, from the one that enters; then that the pass is over."""
+        """The last gradient of the pass, computed from the entering one; then the end of the pass."""
         product, widened = self.of_table
         if self.stays(moment) and not self.model.tied:
             computed = left.plus("embedding", activations=entering)
@@ -183,17 +183,17 @@ class RankGradients:
 
     @property
     def of_table(self) -> tuple[float, float]:
-        """The embedding's gradient as it is computed, and as it adds up where that is wider; where it is not, 0."""
+        """The embedding's gradient as computed, and its widened accumulator, or 0 if that is not wider."""
         if self.widens and not self.hold.cast:
             return self.hold.compute * self.table, self.width * self.table
         return self.width * self.table, 0.0
 
     def copies(self, count: float) -> float:
-        """Gradients that travel as copies."""
+        """Bytes of gradients that are sent as copies."""
         return 0.0
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:
-        """As the last gradients of a step are reduced."""
+        """While a step's last gradients are reduced."""
         yield from ()
 
     def stage(self, moment: Moment) -> RankStage:

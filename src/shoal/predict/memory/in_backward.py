@@ -1,6 +1,7 @@
-"""tune.optimizer_in_backward on one data rank: a gradient is used up as soon as it has been computed.
+"""Gradient memory of tune.optimizer_in_backward on one data rank: each gradient is applied and freed as soon as it is
+computed.
 
-What data ranks sum is used up as it is summed: ``zero`` and ``shard``.
+Gradients reduced over data ranks are applied once reduced: see ``zero`` and ``shard``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank of a pipeline holds at once: whenever a backward pass begins, of every stage."""
+"""Micro-batches in flight on a pipeline rank, per stage, at the start of each backward pass."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from shoal.facts.schedules.programs import RECEIVES, SENDS, SPLIT_BACKWARD, Acti
 
 
 class Begun(IntEnum):
-    """What earlier backward passes have left of a stage's gradients."""
+    """Which gradients of a stage earlier backward passes have produced."""
 
     NOTHING = 0
-    ENDS = 1  # those of embedding and head alone: their blocks' were put off
+    ENDS = 1  # only those of embedding and head; the blocks' weight gradients were deferred
     ALL = 2
 
 
 class Moment(NamedTuple):
     """The start of a backward pass, or of its first half."""
 
-    held: tuple[int, ...]  # micro-batches of every stage here whose activations are kept, this one included
-    deferred: tuple[int, ...]  # and of which only weight gradients are still to be computed
-    begun: tuple[Begun, ...]  # of every stage
-    stage: int = 0  # whose backward pass it is, of the rank's stages
-    split: bool = False  # whether this one leaves its weight gradients for later
-    waiting: int = 0  # messages that are being received, or have been, for computations after it
-    since_loss: int = 0  # of the last stage: how many of these were asked for after the loss
-    sent: int = 0  # gradients that were sent before
-    just_sent: bool = False  # whether one of them was the last message
-    passed: int = 0  # gradients that one stage has left for another one here
+    held: tuple[int, ...]  # per stage here: micro-batches whose activations are saved, including this one
+    deferred: tuple[int, ...]  # per stage here: micro-batches with only weight gradients left to compute
+    begun: tuple[Begun, ...]  # per stage here
+    stage: int = 0  # index of the stage whose backward pass begins
+    split: bool = False  # whether this pass defers its weight gradients
+    waiting: int = 0  # messages being received, or received already, for later computations
+    since_loss: int = 0  # on the last stage: how many of these receives started after the loss
+    sent: int = 0  # gradients sent so far
+    just_sent: bool = False  # whether the last message sent was a gradient
+    passed: int = 0  # gradients passed from one stage to another on this same rank
 
     @property
     def before(self) -> Begun:
-        """What earlier passes have left of this stage's gradients."""
+        """What earlier passes have produced of this stage's gradients."""
         return self.begun[self.stage]
 
 
 @lru_cache(maxsize=8192)
 def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """Those that no other one exceeds in everything."""
+    """The moments that no other moment dominates in every field."""
     if pp == 1:
         return (Moment(held=(1,), deferred=(0,), begun=(Begun.ALL if micro_batches > 1 else Begun.NOTHING,)),)
-    # Beyond it a pipeline is as full as it gets, but for gpipe's; whole rounds, as some schedules want them.
+    # With more micro-batches the pipeline holds no more, except under gpipe; whole rounds, as some schedules need.
     enough = micro_batches if micro_batches < 4 * pp or schedule == "gpipe" else 3 * pp + micro_batches % pp
     played = _played(schedule, pp, chunks, enough, rank)
     senders = sum(1 for stage in stages_of_rank(pp, chunks, schedule, rank) if stage) - bottom(
@@ -57,7 +57,7 @@ def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
 
 
 def bottom(schedule: str, pp: int, rank: int) -> bool:
-    """Whether both sides of a V's lower end are on this rank: one stage passes to the next without a message."""
+    """Whether this rank is the bottom of a V, where one stage passes to the next without a message."""
     return schedule in V_SHAPED and rank == pp - 1
 
 
@@ -70,8 +70,8 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     left = [Begun.NOTHING] * len(stages)
     waiting = sent = passed = 0
     just_sent = False
-    at_loss = 0  # messages that were there when a loss was last computed
-    # And how many gradients had been sent, when it was so for the last time.
+    at_loss = 0  # messages received when a loss was last computed
+    # Each moment with the gradients sent by its last occurrence.
     seen: dict[Moment, int] = {}
     for instruction in rank_program(schedule, pp, chunks, micro_batches, rank):
         action, here = instruction.action, place[instruction.stage]
@@ -103,14 +103,14 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
                 just_sent=just_sent,
                 passed=passed,
             )
-            seen.pop(moment, None)  # so that they are in the order of their last time
+            seen.pop(moment, None)  # keep them ordered by last occurrence
             seen[moment] = sent
             passed += instruction.stage - 1 in place
             left[here] = max(left[here], Begun.ENDS if half else Begun.ALL)
             held[here] -= 1
             deferred[here] += half
     outermost = _outermost(seen)
-    # In the order of time: of two that are as full, the first one is the peak.
+    # In time order: on a tie, the first moment is the peak.
     return tuple(one._replace(sent=sent) for one, sent in seen.items() if one in outermost)
 
 
@@ -127,7 +127,7 @@ def _outermost(seen: Iterable[Moment]) -> set[Moment]:
             and all(map(ge, one.begun, other.begun))
         )
 
-    # The fullest first: they are what excludes the others.
+    # Largest first, since those dominate the others.
     kept: dict[int, list[Moment]] = {}
     for moment in sorted(
         seen, key=lambda one: -sum(one.held) - sum(one.deferred) - sum(one.begun) - one.split

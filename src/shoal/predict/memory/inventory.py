@@ -1,4 +1,4 @@
-"""A pipeline rank's inventory: its stages, their parameter counts, bytes per parameter and per micro-batch."""
+"""What a pipeline rank holds: its stages, their parameter counts, bytes per parameter and per micro-batch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from shoal.predict.workload import Workload
 
 
 class BlockRun(NamedTuple):
-    """Neighbouring blocks of one kind."""
+    """Consecutive blocks of one kind."""
 
     kind: BlockKind
     layers: int
-    block: ParameterCount  # one of them
+    block: ParameterCount  # one block
 
     @property
     def experts(self) -> bool:
@@ -56,17 +56,19 @@ class BlockRun(NamedTuple):
 
 
 class RankStage(NamedTuple):
-    """One stage on a rank."""
+    """One stage of a rank."""
 
     first: bool
     last: bool
-    runs: tuple[BlockRun, ...]  # in the order of the network
+    runs: tuple[BlockRun, ...]  # in network order
     layers: int
-    blocks: ParameterCount  # all of them
-    ends: ParameterCount  # embedding, final norm, head, as far as they are here
+    blocks: ParameterCount  # all blocks together
+    ends: ParameterCount  # embedding, final norm and head, whichever are on this stage
 
     def last_blocks(self, count: int) -> ParameterCount:
-        """Of so many blocks at the end, whose backward passes come first; where runs differ by what is frozen alone."""
+        """The parameters of the last ``count`` blocks, whose backward passes come first; runs here differ only in what
+        is frozen.
+        """
         if not any(run.frozen for run in self.runs):
             return ParameterCount(*(value * count // self.layers for value in self.blocks))
         found, left = ParameterCount(), count
@@ -77,42 +79,44 @@ class RankStage(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """What a micro-batch in flight holds of one stage, in bytes."""
+    """Bytes that one micro-batch in flight holds for one stage."""
 
     blocks: float
-    away: float  # of these, what waits off the device
-    others: float  # tables of rotary positions; the embedding's dropout; the final norm and its result
+    away: float  # of these, offloaded
+    others: float  # rotary tables; the embedding's dropout mask; the final norm and its output
     logits: float
-    casts: float  # the blocks' weights in the compute precision, where autograd keeps them
-    head_cast: float  # and the head's
+    casts: float  # the blocks' weights cast to the compute precision, if autograd saves them
+    head_cast: float  # the head's cast weight
     messages: float  # to and from other stages
-    deferred: float  # once only weight gradients are left to compute
+    deferred: float  # once only the weight gradients remain to be computed
 
 
 @dataclass(frozen=True)
 class RankInventory:
     workload: Workload
-    number: int  # among the ranks of the pipeline
+    number: int  # pipeline rank
     stages: tuple[RankStage, ...]
     ends: NetworkEnds  # of the whole network
     hold: BytesPerParameter  # bytes per parameter
     micro_batch: MicroBatchBytes
-    sharded: bool  # parameters rest in shards
-    shard: int = 0  # of the data ranks that share optimizer states, this one
+    sharded: bool  # parameters are stored as shards
+    shard: int = 0  # index among the data ranks that shard optimizer states
 
     @cached_property
     def total(self) -> ParameterCount:
         return total(count for stage in self.stages for count in (stage.blocks, stage.ends))
 
     def gathered(self, count: ParameterCount) -> float:
-        """Bytes of parameters where ranks that shard them have gathered them."""
+        """Bytes of parameters once all-gathered."""
         compute, narrow = self.hold.compute, self.workload.gathered_width
         elements = count.whole + (0 if self.workload.lora is None else count.trained)
         return compute * elements - (compute - narrow) * count.projections
 
     @cached_property
     def whole_experts(self) -> int:
-        """Under zero=3, routed experts of a layer that no other rank of a copy holds: whole, with a master copy."""
+        """Under zero=3, a layer's routed experts on this rank if no other rank of the replica holds them: unsharded,
+        with a master copy.
+        """
         groups = self.workload.groups
         if not self.sharded or EXPERTS not in groups or groups[EXPERTS].sharded.size > 1:
             return 0
@@ -120,7 +124,7 @@ class RankInventory:
 
     @cached_property
     def lone_experts(self) -> int:
-        """Experts here that no other rank holds: their gradients wait in no bucket, and appear as they are computed."""
+        """Experts held by this rank alone: their gradients are not bucketed and appear as they are computed."""
         group = self.workload.groups.get(EXPERTS)
         if group is None or not group.trained or group.sharded.size * group.replicated.size > 1:
             return 0
@@ -129,22 +133,24 @@ class RankInventory:
 
     @cached_property
     def all_whole_experts(self) -> int:
-        """Of all layers here."""
+        """Unsharded experts of all layers here."""
         return self.whole_experts * sum(run.layers for one in self.stages for run in one.runs if run.experts)
 
     @cached_property
     def casts(self) -> bool:
-        """Whether blocks' weights are cast to the compute precision where they are used."""
+        """Whether blocks cast their weights to the compute precision on use."""
         return self.hold.cast and not self.sharded and self.workload.lora is None
 
     @cached_property
     def casts_again(self) -> bool:
-        """For the backward pass, because it repeats the forward pass or is compiled; else autograd keeps them."""
+        """Whether they cast again for the backward pass, because it recomputes or is compiled; otherwise autograd
+        saves the cast.
+        """
         return self.casts and (self.workload.layout.recompute != "none" or self.workload.compiled)
 
     @cached_property
     def bottom(self) -> bool:
-        """Whether both sides of a V's lower end are here: one stage passes to the next without a message."""
+        """Whether this rank is the bottom of a V, where one stage passes to the next without a message."""
         return bottom(self.workload.layout.schedule, self.workload.layout.pp, self.number)
 
     @cached_property
@@ -152,18 +158,18 @@ class RankInventory:
         return [self._in_flight(number, stage) for number, stage in enumerate(self.stages)]
 
     def offloaded(self, what: str) -> float:
-        """The share of optimizer, params or activations that waits off the device."""
+        """The share of optimizer, params or activations that is offloaded."""
         if not self.workload.layout.offload:
             return 0.0
         return share_away(self.workload, what, self.number, self.shard)
 
     @cached_property
     def data_ranks(self) -> int:
-        """Those that sum a gradient."""
+        """Number of ranks that reduce a gradient."""
         return self.workload.layout.dp * self.workload.layout.shards
 
     def run_of(self, number: int, block: int) -> BlockRun:
-        """The run of a stage that a block is in, counted from the stage's first."""
+        """The run that contains a block, given its index in the stage."""
         for run in self.stages[number].runs:
             if block < run.layers:
                 return run
@@ -174,21 +180,21 @@ class RankInventory:
         return any(part.what == what and part.nvme for part in self.workload.layout.offload)
 
     def blocks_away(self, number: int) -> range:
-        """Of a stage's blocks, those whose activations wait off the device."""
+        """The blocks of a stage whose activations are offloaded."""
         stage, fraction = self.stages[number], self.offloaded("activations")
         return blocks_away(stage.layers, fraction, stage.first, stage.last) if fraction else range(0)
 
     def away_among(self, number: int, begin: int, end: int) -> int:
-        """How many of them are among the blocks from ``begin`` to before ``end``."""
+        """How many blocks in [begin, end) have offloaded activations."""
         away = self.blocks_away(number)
         return max(0, min(away.stop, end) - max(away.start, begin))
 
     def hears_from_next(self, number: int) -> bool:
-        """Whether a stage's successor is on another rank, which it sends activations to and has gradients from."""
+        """Whether the next stage is on another rank, to which activations go and from which gradients come."""
         return not self.stages[number].last and not (self.bottom and number == 0)
 
     def hears_from_previous(self, number: int) -> bool:
-        """Whether its predecessor is, which it has activations from and sends gradients to."""
+        """Whether the previous stage is on another rank, from which activations come and to which gradients go."""
         return not self.stages[number].first and not (self.bottom and number == 1)
 
     def _in_flight(self, number: int, stage: RankStage) -> InFlight:
@@ -203,10 +209,10 @@ class RankInventory:
         messages = 0.0
         if self.workload.layout.pp > 1:
             if not stage.first and kinds[0][1].held_input:
-                blocks -= micro.stream  # it counts as what it came as
+                blocks -= micro.stream  # already counted as the received message
             messages = micro.stream * (self.hears_from_previous(number) + self.hears_from_next(number))
             if self.bottom and number == 0:
-                others += micro.stream  # what it hands to the stage beside it
+                others += micro.stream  # the output that it passes to the stage on this same rank
         kept = self.casts and not self.casts_again
         return InFlight(
             blocks=blocks,
@@ -221,17 +227,17 @@ class RankInventory:
 
 
 def rank_inventories(workload: Workload) -> Iterator[RankInventory]:
-    """Of every rank of the pipeline."""
+    """The inventory of every pipeline rank."""
     return _inventories(workload, range(workload.layout.pp))
 
 
 def fullest_ranks(workload: Workload) -> Iterator[RankInventory]:
-    """Of those ranks that can be the fullest."""
+    """The inventories of the ranks that can have the highest peak."""
     return _inventories(workload, _pipeline(workload).fullest)
 
 
 class PipelineStages(NamedTuple):
-    """Every rank's, and which ranks can be the fullest."""
+    """The stages of every rank, and the ranks that can have the highest peak."""
 
     ranks: tuple[tuple[RankStage, ...], ...]
     ends: NetworkEnds
@@ -283,7 +289,7 @@ def _cut(
             for one, layers in groupby(stage.layers, key=kind)
         )
         here = [at_the_ends.embedding] * stage.first + [at_the_ends.norm] * stage.last
-        # In a pipeline a tied head is a copy of the embedding.
+        # In a pipeline, a tied head is a copy of the embedding.
         here += [at_the_ends.head] * (stage.last and not (model.tied and pp == 1))
         blocks = total(run.block.times(run.layers) for run in runs)
         return RankStage(stage.first, stage.last, runs, len(stage.layers), blocks, total(here))
@@ -297,11 +303,11 @@ def _cut(
 
 
 def _fullest(ranks: tuple[tuple[RankStage, ...], ...], last: int, schedule: str) -> tuple[int, ...]:
-    """The two ends, and of ranks with equal blocks the first, which holds the most micro-batches.
+    """The two ends, and for each distinct set of blocks the first rank, which holds the most micro-batches.
 
-    The first rank is a kind of its own: it receives no activations. So is the bottom of a V, where the two stages of a
-    rank send each other nothing. Where the backward pass is split also the last of each kind, which has put off the
-    most of it.
+    The first rank is a kind of its own because it receives no activations. So is the bottom of a V, whose two stages
+    exchange no messages. With a split backward pass, also the last rank of each kind, which defers the most weight
+    gradients.
     """
     first: dict[tuple[object, ...], int] = {}
     final: dict[tuple[object, ...], int] = {}

@@ -12,20 +12,19 @@ from shoal.facts.model import Model
 
 
 class Logits(NamedTuple):
-    """Bytes on the rank that computes the loss, for one micro-batch."""
+    """Bytes for one micro-batch on the rank that computes the loss."""
 
-    peak: float  # logits and what is made of them at the fullest moment
-    resting: float = 0.0  # kept between the passes
-    cast: float = 0.0  # kept beside them: the head's weight in the compute precision
-    # Of the head's weight: what it is multiplied as, where that is not kept; the product of one chunk that is its
-    # gradient; the sum of several chunks', to which their products are added as they are computed; and the gradient as
-    # it waits for the backward pass.
+    peak: float  # logits and everything derived from them, at the peak
+    resting: float = 0.0  # saved between forward and backward
+    cast: float = 0.0  # saved in addition: the head's weight cast to the compute precision
+    # For the head's weight: the cast used in the product, if it is not saved; one chunk's gradient product; the
+    # accumulator that chunks' products are added to; and the gradient as it waits for the backward pass.
     copy: float = 0.0
     product: float = 0.0
     added: float = 0.0
     waiting: float = 0.0
-    # Whether all of that is made in the backward pass, which computes the logits again (``facts/losses.py``): until
-    # then nothing waits but the hidden states that the head reads.
+    # Whether all of this happens in the backward pass, which recomputes the logits (``facts/losses.py``): until then
+    # only the head's input is saved.
     later: bool = False
 
 
@@ -41,16 +40,16 @@ def logits(
     later: bool = False,
     trained: bool = True,
 ) -> Logits:
-    """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes per gradient."""
+    """``gathered``: the head's weight already exists in the compute precision. ``handed_on``: bytes per gradient."""
     rows = even_share(model.vocab, tp)
     matrix = rows * model.hidden
     copy = matrix * hold.compute if hold.cast and not gathered else 0.0
     if stack.loss == "fused":
         here = min(tokens, stack.loss_tokens or tokens_at_once(rows))
         return Logits(
-            # Of each token: the largest logit (twice), the sum, the target's, ln Σ exp, the factor.
+            # Per token: the largest logit (twice), the sum, the target's logit, ln Σ exp, the factor.
             peak=(hold.compute * rows + 6 * hold.wide) * here,
-            # The gradients of the hidden states; or these, with ln Σ exp of each token.
+            # The gradients of the hidden states; if ``later``, the hidden states and ln Σ exp per token.
             resting=(hold.compute * model.hidden + later * hold.wide) * tokens,
             copy=copy,
             product=0.0 if stack.adds_products and here < tokens else trained * matrix * hold.compute,
@@ -62,6 +61,6 @@ def logits(
         kept = hold.compute * rows * tokens
         return Logits(peak=2.0 * kept, resting=kept, cast=copy)
     also = hold.compute if stack.keeps_logits else 0
-    # Split over ranks, torch's own gradient of the loss has one more tensor of the size of the logits.
+    # Split over ranks, torch's own loss gradient has one more tensor of the logits' size.
     width = (4.0 if tp > 1 else 3.0) * hold.wide + also
     return Logits(peak=width * rows * tokens, resting=(hold.wide + also) * rows * tokens, cast=copy)

@@ -1,4 +1,4 @@
-"""What one micro-batch holds on any rank of a pipeline: its blocks, logits, norm and residual stream."""
+"""Activation bytes of one micro-batch on any pipeline rank: its blocks, logits, final norm and residual stream."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from shoal.predict.workload import Workload
 
 class BlockKind(NamedTuple):
     experts: bool
-    window: bool  # shorter than the sequence
-    entry: bool  # the first block of all, where nothing before it is trained
-    frozen: frozenset[str] = frozenset()  # names within the block of what groups freeze
+    window: bool  # attention window shorter than the sequence
+    entry: bool  # the network's first block, with nothing trained before it
+    frozen: frozenset[str] = frozenset()  # names within the block of parameters frozen by recipe groups
 
 
 class MicroBatchBytes(NamedTuple):
     work: BlockWorkload
     blocks: dict[BlockKind, BlockActivations]
     logits: Logits
-    norm: float  # what the norm after the last block keeps, and its result where the head keeps that
-    result: float  # that result, where it is only there while the loss is computed; as the head reads it
-    norm_backward: float  # and the fullest moment of its backward pass
-    tables: float  # of rotary positions
-    stream: float  # one residual stream
-    dropped: float  # which features of the embedding dropout took away
+    norm: float  # saved by the final norm, and its output if the head saves that
+    result: float  # the final norm's output as the head reads it, if it lives only during the loss
+    norm_backward: float  # peak of the final norm's backward pass
+    tables: float  # rotary position tables
+    stream: float  # one copy of the residual stream
+    dropped: float  # dropout mask of the embedding
 
 
 def parameters_are_sharded(workload: Workload) -> bool:
@@ -46,7 +46,9 @@ def parameters_are_sharded(workload: Workload) -> bool:
 
 
 def rank_bytes(workload: Workload) -> BytesPerParameter:
-    """Shards rest as wide as they are updated; where that is elsewhere, as they are used."""
+    """Bytes per parameter. Shards are stored in the precision of the update, or of the compute if the update is
+    offloaded.
+    """
     away = waiting(workload.layout.offload, "optimizer") is not None
     sharded = parameters_are_sharded(workload) and not away
     return bytes_per_parameter(workload.recipe, workload.stack, sharded, workload.one_pass)
@@ -81,7 +83,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     if sharded:
         handed_on = hold.compute if layout.pp == 1 else hold.reduce
     elif leaves_early(layout) and layout.shards == 1:
-        handed_on = hold.compute  # what leaves the device is not widened for it
+        handed_on = hold.compute  # gradients leave for the host unwidened
     later = workload.recipe.loss_facts.of_log_probabilities
     frozen = frozen_names(workload.model, workload.recipe)
     return _counted(workload.model, work, hold, handed_on, sharded, later, frozen)
@@ -109,7 +111,7 @@ def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivatio
 
 
 def _reading(model: Model, work: BlockWorkload, kind: BlockKind) -> BlockWorkload:
-    """What a block keeps where some of it is frozen: inputs of those projections that are trained."""
+    """A block with frozen parameters: only trained projections save their input."""
     if not kind.frozen:
         return work
     names = [in_block(one.name) for one in block_parameters(model, kind.experts) if len(one.shape) == 2]

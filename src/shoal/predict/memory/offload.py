@@ -1,7 +1,8 @@
-"""offload=optimizer on one data rank: gradients leave for the host as they are computed, and do not rest here.
+"""Gradient memory under offload=optimizer on one data rank: gradients move to the host as they are computed.
 
-While a block's are computed, those of the block before are on their way. What data ranks sum leaves as it is summed:
-``zero`` (all but zero=3) and ``shard``. In a pipeline gradients add up on the device to the end of the step.
+While a block's gradients are computed, the previous block's are in transit. Reduced gradients leave after their
+reduction: see ``zero`` (all but zero=3) and ``shard``. In a pipeline, gradients accumulate on the device until the end
+of the step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from shoal.predict.rank_parameters import rank_parameters, trained
 
 
 class LeavingGradients(RankGradients):
-    """Those that come first leave; of the network's first parameters, which a fraction keeps here, they come last."""
+    """The gradients that come first leave; with a fraction, the network's first parameters, whose gradients come last,
+    stay.
+    """
 
     alone = False
 
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.stay, self.handed_on = 1.0 - rank.offloaded("optimizer"), self.hold.compute
-        # What other ranks add to at the end of a step waits for them here.
+        # Gradients summed with other ranks at the end of a step stay on the device until then.
         shared = self._summed_at_the_end() if self.adapters_only else 0.0
         self.away = (self.total.trained - shared) * rank.offloaded("optimizer")
 
@@ -35,14 +38,18 @@ class LeavingGradients(RankGradients):
         return float(over_tensor + over_copies)
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
-        """Beside the second the whole of a block's gradients is on its way, beside the first the head's."""
+        """Also the first two blocks: next to the first the head's gradients are in transit, next to the second a whole
+        block's.
+        """
         return sorted({*super().blocks_looked_at(run, done), min(1, run.layers - 1)})
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         return max(0.0, super().held(moment, done, made) - self.width * self.away)
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """This block's gradients so far, and all of the one before; the first block's follow the head's."""
+        """In transit: this block's gradients so far and all of the previous block's; before the first block's, the
+        head's.
+        """
         if self.adapters_only:
             return 0.0
         before = self._arrived(moment, done)
@@ -56,13 +63,13 @@ class LeavingGradients(RankGradients):
         return at_end + stage.last_blocks(done).trained
 
     def _leaving(self, before: float, count: float) -> float:
-        """Of the ``count`` gradients that come after so many, those that leave."""
+        """Of the ``count`` gradients that follow the first ``before``, those that leave."""
         return max(0.0, min(count, self.away - before))
 
     def first_product(
         self, moment: Moment, run: BlockRun, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        """What leaves is not widened here."""
+        """Gradients that leave are not widened here."""
         if self.stay:
             yield from super().first_product(moment, run, block)
         yield 0.0, 0.0

@@ -1,4 +1,4 @@
-"""One moment of a step: bytes by category of the ledger, besides parameters and optimizer states."""
+"""A candidate memory peak of a step: bytes by ledger category, without parameters and optimizer states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Peak(NamedTuple):
     buffers: float = 0.0
 
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.grads + self.activations + self.logits + self.buffers
 
     def plus(
@@ -27,7 +27,7 @@ class Peak(NamedTuple):
         logits: float = 0.0,
         buffers: float = 0.0,
     ) -> Peak:
-        """Another moment: what comes on top of this one, or has gone since."""
+        """Another moment, given by differences from this one; negative where memory has been freed."""
         return Peak(
             name,
             self.grads + grads,

@@ -1,8 +1,7 @@
-"""The moments of a step that can be the fullest, with all that is held then beside parameters and optimizer states.
+"""Candidate memory peaks of a step: everything held at each moment besides parameters and optimizer states.
 
-In the order of time: the end of a forward pass; the loss and the head; the norm before them; the last blocks of every
-run of equal ones, and the first block of all; the embedding; the end of the step. Of two that are as full, the first
-one is the peak.
+In time order: the end of a forward pass; the loss and the head; the final norm; the last blocks of every run of equal
+ones, and the first block of all; the embedding; the end of the step. On a tie, the first one is reported as the peak.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.update import passing
 from shoal.predict.workload import Workload
 
-# Tokens, positions and targets, int64, of every micro-batch of the step.
+# Tokens, positions and targets, int64, for every micro-batch of the step.
 BATCH_BYTES = 3 * 8
 
 
 def peaks(gradients: RankGradients) -> Iterator[Peak]:
-    """All candidates of one rank of the pipeline."""
+    """All candidate peaks of one pipeline rank."""
     for kind in gradients.passes():
         yield from _peaks_of_passes(kind)
 
@@ -36,7 +35,7 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
     for moment in moments(
         layout.schedule, layout.pp, layout.chunks, workload.accumulation, gradients.rank.number
     ):
-        # What comes on top depends on these alone.
+        # What is added on top depends on these alone.
         kind = moment.stage, moment.begun, moment.split, moment.since_loss
         size = at_start(gradients, moment).total()
         if kind not in fullest or size > fullest[kind][0]:
@@ -50,7 +49,7 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
 
 
 def _batch(workload: Workload) -> float:
-    # Context ranks read whole rows and take their tokens of them.
+    # Context ranks read whole rows and select their tokens from them.
     cp = workload.layout.cp
     shares = cp + 1 if cp > 1 else 1
     reference = 8 * workload.micro if workload.recipe.loss_facts.reference else 0
@@ -58,7 +57,7 @@ def _batch(workload: Workload) -> float:
 
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
-    """What is there when a backward pass begins, but for gradients."""
+    """What a rank holds when a backward pass begins, without gradients."""
     micro, workload, layout = rank.micro_batch, rank.workload, rank.workload.layout
     activations, logits, buffers = _batch(workload), 0.0, standing
     for kept, held, deferred in zip(rank.in_flight, moment.held, moment.deferred, strict=True):
@@ -67,15 +66,14 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
         logits += held * kept.logits
         buffers += held * (kept.casts + kept.head_cast + kept.messages)
     if layout.pp > 1:
-        # What is received for later computations; the gradient that came for this one; those that were sent. gloo,
-        # which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with
-        # the next message.
+        # Received for later computations; the gradient received for this one; and those sent. gloo cannot report that
+        # a message has left, so it keeps all of them until the end of the step; NCCL frees them with the next message.
         sent = moment.sent if micro.work.cpu else moment.just_sent
         messages = moment.waiting + rank.hears_from_next(moment.stage) + sent
         passed = moment.passed
         if not micro.work.sp:
-            # The gradient that a stage was given is among what it still needs where weights' gradients are put off;
-            # unless that was gathered from the tensor ranks.
+            # A stage whose weight gradients are deferred still needs the gradient it received, unless that was
+            # all-gathered from the tensor ranks.
             given = sum(count for number, count in enumerate(moment.deferred) if rank.hears_from_next(number))
             messages, passed = messages + given, passed - given
         buffers += messages * micro.stream
@@ -84,7 +82,9 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
 
 
 def waiting_activations(rank: RankInventory) -> OffDevice:
-    """What blocks have sent away, when the most micro-batches are in flight: its buffers are kept for the next time."""
+    """Host and NVMe bytes of offloaded activations, with the most micro-batches in flight: the buffers are kept and
+    reused.
+    """
     layout = rank.workload.layout
     passes = moments(layout.schedule, layout.pp, layout.chunks, rank.workload.accumulation, rank.number)
     size = max(
@@ -93,7 +93,7 @@ def waiting_activations(rank: RankInventory) -> OffDevice:
     )
     if not rank.on_nvme("activations"):
         return OffDevice(size, 0.0)
-    # On their way to a file and back, what two blocks keep.
+    # In transit to and from a file: what two blocks save.
     each = max(
         kept.away / max(1, len(rank.blocks_away(number))) for number, kept in enumerate(rank.in_flight)
     )
@@ -101,18 +101,18 @@ def waiting_activations(rank: RankInventory) -> OffDevice:
 
 
 def at_start(gradients: RankGradients, moment: Moment) -> Peak:
-    """The same with the head's gradient, which the loss of a micro-batch on the V's other side has made."""
+    """``held_at_start``, plus the head's gradient from another micro-batch's loss on a V's rank with both ends."""
     rank = gradients.rank
     start, logits = held_at_start(rank, moment, gradients.standing), rank.micro_batch.logits
     if rank.stages[moment.stage].last or gradients.alone or logits.later:
         return start
-    # This rank has the network's end as well, with a micro-batch that is yet to come back.
+    # This rank also has the end of the network, with a micro-batch whose backward pass has not come yet.
     behind = any(stage.last and held for stage, held in zip(rank.stages, moment.held, strict=True))
     return start.plus("", buffers=logits.waiting) if behind else start
 
 
 class BackwardPass:
-    """One backward pass of a stage: what is there as it begins (``start``), and its moments."""
+    """One backward pass of a stage: what is held as it begins (``start``), and its candidate peaks."""
 
     def __init__(self, gradients: RankGradients, moment: Moment) -> None:
         self.gradients, self.moment, self.rank = gradients, moment, gradients.rank
@@ -121,7 +121,7 @@ class BackwardPass:
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.away, self.fetched = self.rank.blocks_away(moment.stage), FetchedWeights(self.rank)
         self.start = at_start(gradients, moment)
-        # The head's gradients of micro-batches that are yet to come back.
+        # The head's gradients of micro-batches whose backward pass has not come yet.
         others = self.stage.last and moment.held[moment.stage] > 1 and not self.micro.logits.later
         self.waiting = self.micro.logits.waiting if others else 0.0
 
@@ -132,7 +132,7 @@ class BackwardPass:
             yield self._forward(in_block)
         if self.stage.last:
             yield from self._head()
-        # What is left of the start once the head is done.
+        # What remains of the start once the head is done.
         left = self.start.plus("", logits=-self.kept.logits, buffers=self.waiting - self.kept.head_cast)
         if self.gradients.alone:
             left = left.plus("", grads=-self.waiting)
@@ -149,11 +149,11 @@ class BackwardPass:
             yield from self._embedding(left)
 
     def _end_of_forward(self) -> Peak:
-        """Of the pass before: what the last projection leaves on a tensor rank, and a copy to be summed."""
+        """End of the forward pass before: the last projection's output on a tensor rank, and a copy to be reduced."""
         stream, sp = self.micro.stream, self.work.sp
         copies = 2 if self.work.rows > 1 or not sp else 1
         came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
-        # Of the last two blocks, what goes away is not gone yet.
+        # The last two blocks' offloaded activations have not left yet.
         last = range(max(0, self.stage.layers - 2), self.stage.layers)
         leaving = sum(
             self._kind(self.rank.run_of(self.moment.stage, one)).resting for one in last if one in self.away
@@ -166,7 +166,7 @@ class BackwardPass:
         )
 
     def _forward(self, beyond: float) -> Peak:
-        """Of the pass before: in its last block, before there is anything of the head."""
+        """The last block of the forward pass before, when the head has allocated nothing yet."""
         came = self.micro.stream if self.rank.hears_from_next(self.moment.stage) else 0.0
         return self.start.plus(
             "forward",
@@ -180,14 +180,14 @@ class BackwardPass:
         )
 
     def _head(self) -> Iterator[Peak]:
-        """The loss, with logits and what is made of them; then the head's gradient, as it is handed on."""
+        """The loss, with logits and everything derived from them; then the head's gradient as autograd hands it on."""
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
         start = self.start.plus(
             "loss", grads=gradients.held(moment, None), buffers=self.fetched.in_loss(moment.stage)
         )
         if not found.later:
-            # It was computed before some of the messages were asked for that the backward pass finds.
+            # The loss was computed before some of the receives started that the backward pass finds.
             start = start.plus("loss", buffers=-moment.since_loss * self.micro.stream)
         before = start.plus("loss", activations=self.micro.result, logits=-found.resting)
         if gathering:
@@ -195,12 +195,12 @@ class BackwardPass:
         if self.rank.workload.stack.loss != "fused":
             yield before.plus("loss", logits=found.peak, buffers=gathered)
             return
-        # Gradients of other micro-batches wait, to which this one's is added.
+        # Gradients of other micro-batches are waiting; this one's is added to them.
         loss = start.plus("loss", activations=self.micro.result, buffers=gathered + self.waiting)
         made, last = found.product + found.added, found.added or found.product
         if gradients.adapters_only:
             made = last = 0.0
-        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
+        stays = gradients.stays(moment)  # this pass's product becomes the gradient itself
         if stays and last == found.waiting:
             loss, made = loss.plus("loss", grads=last), made - last
         behind = 0.0 if found.later else gradients.behind
@@ -213,7 +213,7 @@ class BackwardPass:
         yield head.plus("head", grads=found.waiting * stays, buffers=found.waiting * (not stays))
         yield from gradients.after_head(moment, start)
         if self.work.sp and self.work.rows > 1:
-            # Ranks are sent their parts of all sequences one after the other: they are put in order.
+            # Ranks receive their parts of all sequences one after another, so these are reordered.
             sorted_out = self.gathered_stream + self.micro.stream
             yield head.plus("head", activations=sorted_out, grads=found.waiting * stays)
 
@@ -231,7 +231,9 @@ class BackwardPass:
             done += run.layers
 
     def _block(self, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
-        """What comes before the first weight's gradient; that; its fullest activations; under zero=3, its end."""
+        """One block: before its first weight gradient; at that gradient; at its largest activations; under zero=3, at
+        its end.
+        """
         gradients, moment, hold = self.gradients, self.moment, self.rank.hold
         block, stream = self._kind(run), self.micro.stream
         name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
@@ -244,8 +246,8 @@ class BackwardPass:
         grads = gradients.held(moment, done, gradients.made(run, 1))
         passing = buffers + gradients.in_block(moment, run, done, 1)
         if self.stage.layers - 1 - done in self.away and not block.reads_input:
-            # The end of the repeated forward pass: its input, its sum with attention's result and, on its way to other
-            # tensor ranks, what the second norm made of it are still there, and no gradient is yet.
+            # The end of the recomputed forward pass: its input, the sum with attention's output and, being sent to
+            # other tensor ranks, the second norm's output are still alive, and there is no gradient yet.
             yield left.plus(
                 name,
                 grads=gradients.held(moment, done),
@@ -267,7 +269,7 @@ class BackwardPass:
                 buffers=buffers + gradients.in_block(moment, run, done, 0),
             )
         if moment.split and self.work.recompute == "selective" and not self.work.fp8:
-            # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
+            # The last product, which nothing reads again, is not saved when its weight gradient is deferred.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
         yield from self._worked(run, done, left.plus(name, buffers=buffers), later, put_off)
         yield from gradients.after_experts(moment, run, done, block, left)
@@ -279,7 +281,7 @@ class BackwardPass:
     ) -> Iterator[Peak]:
         gradients = self.gradients
         for size, count, exchange, waiting in moments:
-            # By then some projections are done, unless their weights' gradients are put off.
+            # By then some projections are done, unless their weight gradients are deferred.
             made = gradients.made(run, count)
             used = made * self.rank.hold.compute if self.rank.casts else 0
             yield left.plus(
@@ -293,7 +295,7 @@ class BackwardPass:
             )
 
     def _embedding(self, left: Peak) -> Iterator[Peak]:
-        """Nothing of the micro-batch is left but the gradient that enters."""
+        """The embedding's gradient: of the micro-batch, only the entering gradient is left."""
         freed, done = 0.0, 0
         for run in reversed(self.stage.runs):
             freed += self._freed(run, done, run.layers)
@@ -305,7 +307,7 @@ class BackwardPass:
             activations=-freed - others,
             buffers=self.fetched.in_embedding(self.moment.stage) - self.kept.casts,
         )
-        # Looked up in a table that is wider than the computation, and so cast.
+        # The table is wider than the compute precision, so the looked-up rows were cast.
         hold = self.rank.hold
         wide = hold.wide / hold.compute if hold.cast else 1.0
         yield from self.gradients.in_embedding(self.moment, left, wide * self.gathered_stream)
@@ -314,9 +316,10 @@ class BackwardPass:
         return self.micro.blocks[run.kind]
 
     def _looked_at(self, run: BlockRun, done: int) -> list[int]:
-        """How many blocks of a run are done when one can be the fullest.
+        """How many blocks of a run are done at each candidate peak.
 
-        Where activations wait off the device, also beside those of the ends of what is away; and beside most weights.
+        With offloaded activations, also next to both ends of the offloaded range; with offloaded weights, where most
+        are fetched.
         """
         found, last = set(self.gradients.blocks_looked_at(run, done)), self.stage.layers - 1 - done
         for end in (self.away.start, self.away.stop) if self.away else ():
@@ -325,35 +328,38 @@ class BackwardPass:
         return sorted(one for one in found if 0 <= one < run.layers)
 
     def _freed(self, run: BlockRun, done: int, count: int) -> float:
-        """What these blocks' backward passes free that rested here. If they are split, some is still needed."""
+        """Saved bytes that these blocks' backward passes free. A split backward pass still needs some of them."""
         block, end = self._kind(run), self.stage.layers - done
         away = self.rank.away_among(self.moment.stage, end - count, end)
         return (count - away) * block.resting - (count * block.deferred if self.moment.split else 0.0)
 
     def _back(self, run: BlockRun, done: int) -> tuple[float, float]:
-        """Of what waited off the device, what is back for this block, and for those before it."""
+        """Offloaded activations that are back on the device: this block's, and prefetched ones of earlier blocks."""
         number, block, ahead = self.stage.layers - 1 - done, self._kind(run), 0.0
         back = block.resting if number in self.away else 0.0
         if back and not block.reads_input:
-            back -= self.micro.stream  # it goes when the forward pass is repeated
+            back -= self.micro.stream  # freed when the forward pass is recomputed
         for earlier in range(number - HORIZON, number):
             if earlier in self.away:
                 ahead += self._kind(self.rank.run_of(self.moment.stage, earlier)).resting
         return back, ahead
 
     def _given(self, done: int) -> float:
-        """The gradient that a stage was given: the first block counts it as its own, and a message is in buffers."""
+        """Correction for the gradient that a stage received: the first block counts it itself, and a message counts as
+        a buffer.
+        """
         if self.stage.last:
             return 0.0
         begun = done > 0
-        # Where weights' gradients are put off, the first block goes on counting it as well.
+        # With deferred weight gradients, the first block keeps counting it.
         twice = begun and self.moment.split and not self.work.sp
         return self.micro.stream * (begun - twice - self.rank.hears_from_next(self.moment.stage))
 
     def _is_sent_on(self, done: int) -> bool:
-        """Gradients of the residual stream are added up in place, so what a stage will send is there from early on.
+        """Whether the gradient that a stage will send is already in its send buffer: residual gradients accumulate in
+        place.
 
-        From the first sum on, if the gradient was received; not where something else holds it as well.
+        From the first sum on, if the gradient was received, and only if nothing else holds it.
         """
         if self.rank.workload.layout.pp == 1 or not self.rank.hears_from_previous(self.moment.stage):
             return False

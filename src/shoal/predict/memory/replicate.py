@@ -1,4 +1,4 @@
-"""Whole gradients from the start: replicas (dp), zero=1, and zero=2 in a pipeline."""
+"""Gradient memory with full gradients allocated from the start: replicas (dp), zero=1, and zero=2 in a pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.predict.memory.peak import Peak
 
 
 class ReplicatedGradients(RankGradients):
-    """In another precision a bucket travels as a copy, and all copies wait for the end of the step."""
+    """If reduced in another precision, each bucket is sent as a copy, and all copies live until the end of the step."""
 
     alone = piecemeal = False
 
@@ -20,7 +20,7 @@ class ReplicatedGradients(RankGradients):
         self.travels_as_copy = self.hold.reduce != self.hold.gradient
         self.scatters = self.layout.zero == 2 and self.layout.shards > 1
         if self.scatters:
-            # In a pipeline whole gradients add up to the end of the step beside this rank's share.
+            # In a pipeline, full gradients accumulate until the end of the step, in addition to this rank's shard.
             self.standing = self.hold.gradient * self.total.trained
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
@@ -37,7 +37,7 @@ class ReplicatedGradients(RankGradients):
         return self.tied_head(moment) + self.copies(self.reduced(moment, done))
 
     def reduced(self, moment: Moment, done: int) -> float:
-        """Parameters whose gradients are complete after so many blocks."""
+        """Parameters whose gradients are complete after ``done`` blocks."""
         stage = self.stage(moment)
         summed = stage.blocks.trained - self.rank.lone_experts
         return (0 if self.model.tied else self.ends.head.trained) + summed * done / stage.layers
@@ -49,7 +49,7 @@ class ReplicatedGradients(RankGradients):
         copies = hold.reduce * (self.total.trained - rank.lone_experts)
         yield batch.plus("reduce", grads=self.complete, buffers=copies)
         if not self.scatters:
-            # The embedding's gradient has been computed and not been copied yet.
+            # The embedding's gradient is computed and not yet copied.
             table = self.ends.embedding.trained if rank.stages[0].first else 0
             left = rank.micro_batch.stream
             if not self.of_table[1]:
@@ -57,7 +57,7 @@ class ReplicatedGradients(RankGradients):
             buffers = copies - hold.reduce * table + (sum(self.of_table) if table else 0.0)
             yield batch.plus("reduce", grads=self.complete, activations=left, buffers=buffers)
         elif rank.stages[-1].last and not self.adapters_only:
-            # A bucket goes as soon as it is copied. The first one is the head's.
+            # A bucket is freed once it is copied. The first one is the head's.
             left = rank.in_flight[-1].blocks + rank.in_flight[-1].others
             buffers = self.standing + hold.reduce * self.ends.head.trained
             yield batch.plus("reduce", grads=self.complete, activations=left, buffers=buffers)

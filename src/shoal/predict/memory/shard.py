@@ -1,6 +1,7 @@
-"""zero=3: shards of gradients appear; units of weights are gathered, and their gradients pass by whole.
+"""Gradient and gathered-weight memory under zero=3: sharded gradients accumulate while units of weights are
+all-gathered and units of full gradients are reduce-scattered.
 
-In a pipeline both stay whole to the end of the step.
+In a pipeline, weights and gradients stay whole until the end of the step.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from shoal.predict.rank_parameters import ParameterCount, expert_elements, total
 
 
 class UnitOfBlocks(NamedTuple):
-    """The unit of the block whose backward pass comes next."""
+    """The FSDP unit of the block whose backward pass comes next."""
 
-    blocks: int  # in it
-    done: int  # of these, those whose backward pass is over
+    blocks: int  # blocks in the unit
+    done: int  # of these, blocks whose backward pass is over
 
 
 def next_unit(stage: RankStage, done: int, unit: int) -> UnitOfBlocks:
-    """What does not fill a unit is the last one."""
+    """The unit after ``done`` blocks; the last unit of a stage may be incomplete."""
     block = max(0, stage.layers - 1 - done)
     first = block // unit * unit
     blocks = min(unit, stage.layers - first)
@@ -35,47 +36,50 @@ def next_unit(stage: RankStage, done: int, unit: int) -> UnitOfBlocks:
 
 
 class ShardedGradients(RankGradients):
-    """Without a pipeline: a rank has one stage."""
+    """zero=3 without a pipeline, so the rank has one stage."""
 
     alone = False
 
     def __init__(self, rank: RankInventory, partial: bool = False) -> None:
         super().__init__(rank)
         self.one, self.unit = rank.stages[0], self.layout.unit
-        # Replicas of shards: a pass between the first and the last, where they sum nothing.
+        # With replicas (HSDP): a pass between the first and the last, in which replicas do not reduce.
         self.partial = partial
-        # Units are freed between their forward and their backward pass.
+        # Whether units are freed between forward and backward.
         first = self.unit * self.one.runs[0].block.whole
         self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
-        # Replicas of shards sum gradients in another precision than they are kept in.
+        # With replicas, gradients may be reduced in another precision than they are stored in.
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
-        self.leaving = 1.0 - self.stay  # to the host
+        self.leaving = 1.0 - self.stay  # share on its way to the host
         rests = self.hold.gradient if self.stay == 1 else self.hold.compute
         self.cast_sums = self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != rests
-        # Replicas' sums of several passes add up here, as they travel, and leave in the last one.
+        # With several passes, replicas accumulate reduced gradients here in the reduction precision; these leave in
+        # the last pass.
         self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
         if self.tune.optimizer_in_backward:
             self.stay = 0.0
-        # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
+        # Stays gathered from forward to backward: the head, or the tied matrix.
         self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
         if self.frees:
             last, head = self.one.runs[-1], self.ends.head.whole
-            # In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again.
+            # In the forward pass FSDP also keeps the last flat all-gather buffer until the next all-gather.
             of_head = self.hold.compute * head
             self.behind = rank.gathered(self._full_unit(last)) if self.model.tied else of_head
             if not self.model.tied:
-                # The unit before the head, and the head, both also in one piece.
+                # The unit before the head, and the head, each with its flat buffer.
                 self.gathering_head = 2 * (rank.gathered(self._unit(last, 0)) + of_head)
 
     def passes(self) -> Iterator[RankGradients]:
-        """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
+        """Replicas cast the reduced gradients in the last pass and accumulate them in the reduction precision before
+        that.
+        """
         if (self.cast_sums or self.waits) and self.rank.workload.accumulation > 2:
             yield ShardedGradients(self.rank, partial=True)
         yield self
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
-            # Gradients of experts that are whole wait in buckets of their own from the start.
+            # Gradients of unsharded experts are in buckets of their own from the start.
             waiting = 0 if self.adapters_only else self.rank.all_whole_experts - self.rank.lone_experts
             waiting -= waiting * self._blocks_arrived(done) // self.one.layers
             if self.waits:
@@ -93,11 +97,11 @@ class ShardedGradients(RankGradients):
         return self.hold.gradient * cast + self.hold.reduce * (everything - cast)
 
     def _arrived(self, done: int | None) -> int:
-        """Parameters of this rank whose gradients a first backward pass has left."""
+        """Parameters in this rank's shard whose gradients the first backward pass has produced so far."""
         if done is None:
             return 0
         stage, ends, units = self.one, self.ends, self._blocks_arrived(done)
-        # A matrix that the embedding shares is one unit with it, which is done at the very end.
+        # A tied matrix is one unit with the embedding, whose gradient comes at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
         return arrived + stage.last_blocks(units).trained_share
 
@@ -105,7 +109,7 @@ class ShardedGradients(RankGradients):
         return 0 if done is None else done - next_unit(self.one, done, self.unit).done
 
     def in_other_streams(self, grads: float) -> float:
-        """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
+        """torch's allocator has a pool per stream, so gradients cannot reuse memory that the compute stream frees."""
         if self.adapters_only:
             return 0.0
         unit = self._full_unit(self.one.runs[-1])
@@ -115,9 +119,9 @@ class ShardedGradients(RankGradients):
     # Gathered weights.
 
     def in_loss(self, moment: Moment) -> float:
-        """The last blocks' and the head's; prefetching asks for more at the first backward hook.
+        """The last unit and the head; prefetching starts at the first backward hook.
 
-        Experts in shards of their own are let go of as their forward pass ends, whichever block's they are.
+        Sharded experts are freed as their block's forward pass ends, in every block.
         """
         if not self.frees:
             return self.rank.gathered(self.total)
@@ -127,7 +131,7 @@ class ShardedGradients(RankGradients):
         return self.hold.compute * self.root + units
 
     def _gathered(self, run: BlockRun, done: int) -> float:
-        """This unit, and those asked for ahead, as far as there are any; and a matrix that embedding and head share."""
+        """The current unit, the prefetched units that exist, and a tied matrix."""
         if not self.frees:
             return self.rank.gathered(self.total)
         gathered = self.hold.compute * self.root if self.model.tied else 0.0
@@ -148,7 +152,9 @@ class ShardedGradients(RankGradients):
         return self._block(run).times(next_unit(self.one, done, self.unit).blocks)
 
     def _block(self, run: BlockRun) -> ParameterCount:
-        """What is gathered and reduced of one: experts that are whole are there, and sum by themselves if at all."""
+        """What one block all-gathers and reduces. Unsharded experts need no gathering, and reduce separately if at
+        all.
+        """
         there = self.rank.whole_experts if run.experts else 0
         count = run.block
         return count._replace(
@@ -158,7 +164,7 @@ class ShardedGradients(RankGradients):
         )
 
     def _apart(self, run: BlockRun, done: int) -> int:
-        """Of a unit, routed experts in shards of their own: gathered with the rest, reduced before it."""
+        """Elements of a unit's sharded experts: gathered with the unit, but reduced before it."""
         if not run.experts or self.rank.whole_experts:
             return 0
         each = expert_elements(self.model, self.layout.tp, self.layout.ep)
@@ -166,22 +172,22 @@ class ShardedGradients(RankGradients):
 
     @property
     def _within_experts(self) -> bool:
-        """Whether ranks have rows of every expert, and not some experts each."""
+        """Whether experts are sharded by rows of every expert, instead of whole experts per rank."""
         ranks = self.rank.workload.groups[EXPERTS].sharded.size
         here = self.model.experts.count // self.layout.ep if self.model.experts else 1
         return bool(sharded_dimension((here, ranks, 1), ranks))
 
-    # Gradients on their way.
+    # Gradients in flight.
 
     def in_norm(self, moment: Moment) -> float:
-        """The head's gradient is on its way."""
+        """The head's gradient is being reduced."""
         last = self.one.runs[-1]
         head = 0.0 if self.model.tied else self.hold.reduce * self.ends.head.trained
         passing = head + self.tied_head(moment) + self._landing(last, 0)
         return self._gathered(last, 0) + passing
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """Of this unit's gradients those of its later blocks; the unit before is on its way."""
+        """Gradients of this unit's later blocks so far, while the previous unit is being reduced."""
         gathered, of_unit = self._gathered(run, done), next_unit(self.one, done, self.unit).done
         if self.adapters_only:
             return gathered
@@ -193,8 +199,8 @@ class ShardedGradients(RankGradients):
         return gathered + own + self.hold.reduce * before + self.tied_head(moment) + self._landing(run, done)
 
     def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
-        """Sums of the two units before this one: the replicas', which stay in the precision that they travelled in;
-        and what of them is on its way to the host."""
+        """Reduced gradients of the two previous units: replicas' sums still in the reduction precision, and those on
+        their way to the host."""
         held = self.hold.reduce if self.cast_sums and not self.partial else 0.0
         if not self.partial:
             held += self.hold.compute * self.leaving
@@ -211,7 +217,9 @@ class ShardedGradients(RankGradients):
         return held * sum(sums[:count])
 
     def _summed(self, moment: Moment, share: int) -> tuple[float, float]:
-        """A unit's sum as it lands, beside the gradients before it: what is one by then, and what goes at once."""
+        """A unit's reduced gradient as it arrives: the bytes that become its stored gradient, and those that are freed
+        again.
+        """
         hold = self.hold
         cast = hold.reduce != hold.gradient
         kept, travelled = hold.gradient * share * self.stay, hold.reduce * share
@@ -221,7 +229,7 @@ class ShardedGradients(RankGradients):
             return 0.0, travelled + (kept if cast else 0.0)
         return kept, travelled if cast else 0.0
 
-    # Moments.
+    # Candidate peaks.
 
     def first_product(
         self, moment: Moment, run: BlockRun, block: BlockActivations
@@ -229,9 +237,9 @@ class ShardedGradients(RankGradients):
         yield 0.0, 0.0
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
-        """Beside the blocks next to the ends more is gathered and sent than beside those at the ends.
+        """Blocks near the ends too, because inner blocks have more gathered and in flight than the outermost ones.
 
-        Where several blocks are a unit, its first block is its end.
+        With several blocks per unit, a unit ends with its first block.
         """
         last = run.layers - 1
         found = {0, 1, last - 1, (self.one.layers - 1 - done) % self.unit}
@@ -249,9 +257,9 @@ class ShardedGradients(RankGradients):
         yield left.plus("head", grads=stays, buffers=passing)
 
     def before_experts(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
-        """Experts in shards of their own are copied out of the one piece that they came in, by rank.
+        """Sharded experts are copied out of the flat all-gather buffer, rank by rank.
 
-        Where that is within experts, by way of a copy of each matrix; all go when the last is in place.
+        When sharded within experts, this takes another copy of each matrix; all are freed once the last is in place.
         """
         if not (self.frees and self._apart(run, done)):
             return
@@ -263,7 +271,7 @@ class ShardedGradients(RankGradients):
     def after_experts(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations, left: Peak
     ) -> Iterator[Peak]:
-        """As a unit's routed experts, no longer gathered, are reduced: their gradients, and a copy on the way."""
+        """Reduction of a unit's routed experts, no longer gathered: their gradients, and the copy being sent."""
         last = (self.one.layers - 1 - done) % self.unit == 0
         if not (apart := self._apart(run, done)) or not last or self.adapters_only:
             return
@@ -271,14 +279,14 @@ class ShardedGradients(RankGradients):
         passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
         passing += (self.hold.compute + self.hold.reduce) * apart
         if self._within_experts:
-            # Each gradient is laid out anew, by rank, and goes then; the last one when all are sent.
+            # Each gradient is rearranged by rank and then freed; the last one when all are sent.
             passing += self.hold.compute * self.down[True]
         yield left.plus(
             left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
         )
 
     def after_block(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
-        """As a unit is reduced and the next one, which was gathered before, is taken apart."""
+        """A unit is reduced while the next unit, already gathered, is copied out of its flat buffer."""
         if (self.one.layers - 1 - done) % self.unit:
             return
         hold, grads, name = self.hold, self.held(moment, done), left.name
@@ -293,7 +301,7 @@ class ShardedGradients(RankGradients):
             next_unit(self.one, done, self.unit).blocks,
         )
         passing = kept + following + hold.reduce * unit + self.tied_head(moment)
-        # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
+        # The unit's full gradients and the copy being sent; then that copy and this rank's reduced shard.
         whole = hold.compute * unit + self._landing(run, done)
         yield left.plus(name, grads=grads, buffers=passing + whole)
         stays, going = self._summed(moment, self._block(run).trained_share * blocks)
@@ -313,21 +321,21 @@ class ShardedGradients(RankGradients):
         passing += self._landing(run, layers)
         yield left.plus("embedding", activations=entering, buffers=passing)
         stays, passing = self._summed(moment, table.trained_share)
-        # What is reduced is no longer gathered; a sum goes as it is copied.
+        # What is being reduced is no longer gathered; a reduced gradient is freed as it is cast.
         passing += (0.0 if self.frees else kept) + hold.reduce * table.trained
         passing += 0.0 if self.model.tied else hold.compute * table.trained
         yield left.plus("embedding", grads=stays, buffers=passing + self._landing(run, layers, 1))
 
 
 class PipelinedShards(RankGradients):
-    """Units stay gathered, and their gradients add up whole, as wide as they will travel."""
+    """zero=3 in a pipeline: units stay gathered, and full gradients accumulate in the reduction precision."""
 
     alone = False
 
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
-        # Experts that are whole are there, or fetched.
+        # Unsharded experts are resident, or fetched.
         there = ParameterCount(whole=rank.all_whole_experts)
         if there.whole:
             there = there._replace(projections=self.total.packed_experts)
@@ -340,11 +348,11 @@ class PipelinedShards(RankGradients):
         return self.gathered
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
-        """A split product widens its gradient itself, before its input goes."""
+        """The weight half of a split backward pass widens its gradient itself, before its input is freed."""
         return product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.put_off
 
     def _widened(self, moment: Moment, matrix: int, left: Peak) -> Iterator[Peak]:
-        """A gradient and its copy in the precision that it adds up in, where the first stays as the gradient itself."""
+        """A gradient and its copy widened for accumulation, which in the first pass becomes the gradient itself."""
         if not self.widens:
             return
         product, widened = self.hold.compute * matrix, self.hold.reduce * matrix
@@ -352,7 +360,7 @@ class PipelinedShards(RankGradients):
         yield left.plus(left.name, grads=grads, buffers=self.gathered + buffers)
 
     def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
-        """It is only widened, to be added up."""
+        """The head's gradient is only widened and accumulated."""
         if not self.adapters_only:
             yield from self._widened(moment, self.ends.head.trained, left)
 
@@ -362,7 +370,7 @@ class PipelinedShards(RankGradients):
         yield from self._widened(moment, self.table, left)
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:
-        """Units are reduced one after the other, in the order of the network."""
+        """At the end of the step, units are reduced one after another in network order."""
         if self.adapters_only:
             return
         hold, ends, stage = self.hold, self.ends, self.rank.stages[0]

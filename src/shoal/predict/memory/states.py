@@ -31,19 +31,19 @@ class Resting:
     """Bytes of one category on the device."""
 
     device: float
-    master: float = 0.0  # of these, the fp32 copies of half-precision weights
+    master: float = 0.0  # included in ``device``: the fp32 master copies of half-precision weights
 
 
 def parameters(rank: RankInventory) -> Resting:
-    """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
+    """Weights at rest; with ``zero=3`` this rank's shard. Frozen weights are stored as they are used."""
     size = _weights(rank) + _frozen(rank, rank.total)
-    if rank.workload.lora is None:  # else they rest as they are used, as all that is frozen
+    if rank.workload.lora is None:  # under LoRA everything else is frozen
         size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
     return Resting(size * (1 - rank.offloaded("params")))
 
 
 def optimizer_states(rank: RankInventory) -> Resting:
-    """Of the parameters that this rank updates: every ``zero`` shards them."""
+    """Optimizer states of the parameters that this rank updates: sharded under every ``zero``."""
     hold, updated = rank.hold, rank.total.trained_share
     master = hold.master * updated
     if rank.workload.lora is None:
@@ -54,7 +54,7 @@ def optimizer_states(rank: RankInventory) -> Resting:
 
 
 def elsewhere(rank: RankInventory) -> OffDevice:
-    """States, gradients and weights that wait in the host's memory and on its disks."""
+    """Bytes of offloaded states, gradients and weights in host memory and on NVMe."""
     workload, updated = rank.workload, rank.total.trained_share
     optimizer, params = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     host = nvme = 0.0
@@ -65,7 +65,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         adds_up = adds_up and leaves_early(workload.layout)
         all_filed = params is not None and params.nvme and optimizer.nvme
         largest = largest_piece(workload, rank.number, rank.shard) if optimizer.nvme else 0
-        # Weights that rest with the host return to no device.
+        # Weights that live on the host are not sent back to the device.
         through_ring = states_may_be_late(workload.recipe, workload.layout) and params is None
         returning = away if through_ring else 0.0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed, returning)
@@ -73,14 +73,16 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank, rank.total))
         host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
         if params.nvme and optimizer is not None and not optimizer.nvme:
-            host += staged_bytes(adds_up=False)  # of weights alone
+            host += staged_bytes(adds_up=False)  # staging for weights alone
         if params.nvme and rank.sharded:
             host += min(weights, _rows_ahead(rank))
     return OffDevice(host, nvme)
 
 
 def _rows_ahead(rank: RankInventory) -> float:
-    """One unit's rows of blocks, read before FSDP asks for them. Those of experts that are whole are fetched."""
+    """One unit's shards of blocks, prefetched from NVMe before FSDP all-gathers them. Unsharded experts are copied
+    directly.
+    """
     layout, found, lora = rank.workload.layout, 0.0, rank.workload.lora
     apart = rank.hold.weight
     if lora is not None:
@@ -97,7 +99,9 @@ def _weights(rank: RankInventory) -> float:
 
 
 def _frozen(rank: RankInventory, total: ParameterCount) -> float:
-    """Of LoRA's base all; of what groups freeze the rest of what is held. ``total``: of all of it, or of a block."""
+    """Frozen weights: under LoRA the whole base model; otherwise what recipe groups freeze. ``total``: the rank's
+    count, or one block's.
+    """
     if rank.workload.lora is None and not rank.workload.recipe.freezes:
         return 0.0
     count = total.share if rank.sharded else total.whole
@@ -120,13 +124,13 @@ def _unsharded(rank: RankInventory) -> BytesPerParameter:
 
 
 def updated_gradients(rank: RankInventory) -> float:
-    """Gradients as the optimizer reads them: from ``zero=2`` on those of this rank's share."""
+    """Gradients as the optimizer reads them: from ``zero=2`` on, only this rank's shard."""
     count = rank.total
     return rank.hold.gradient * (count.trained_share if rank.workload.layout.zero >= 2 else count.trained)
 
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:
-    """Bytes of one unsharded replica, as Shoal's engine keeps them."""
+    """Bytes of one unsharded replica in Shoal's engine."""
     hold = bytes_per_parameter(recipe, SHOAL)
     count = parameter_count(model)
     return {
@@ -137,7 +141,7 @@ def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:
 
 
 def rank_states(model: Model, recipe: Recipe, layout: Layout) -> dict[str, int]:
-    """An even share of them: what a rank of this layout holds, but for padding and stages of unequal size."""
+    """A replica's states divided evenly: what a rank of this layout holds, up to padding and uneven stages."""
     whole = replica_states(model, recipe)
     sharded_here = {"params": layout.zero == 3, "grads": layout.zero >= 2, "optimizer": True}
     ranks = {name: layout.shards if on else 1 for name, on in sharded_here.items()}

@@ -1,10 +1,9 @@
-"""What torch's CUDA allocator grants with weights and states beyond what they ask for.
+"""Bytes that torch's CUDA allocator adds to weights and states by rounding up their blocks.
 
-It cuts large blocks out of segments of whole 2 MiB, and what remains of one stays with the block where that is no more
-than 1 MiB. Shapes whose bytes are powers of two lose nothing; a matrix of 1,600 × 6,400 in fp32 loses 0.94 of 40 MiB,
-and a GPT-2 XL in that way 2 % of its weights and states. What comes and goes in a step is cut out of free blocks of
-any size, so what remains of these is not known: it is not counted. Expandable segments, where a user asks for them,
-lose nothing either.
+It cuts large blocks out of segments of whole 2 MiB, and leaves a remainder of at most 1 MiB unsplit with its block.
+Power-of-two sizes lose nothing; a 1,600 × 6,400 matrix in fp32 loses 0.94 of 40 MiB, and GPT-2 XL loses 2 % of its
+weights and states this way. Temporaries of a step are cut from free blocks of any size, so their loss is unpredictable
+and not counted. Expandable segments, if the user enables them, lose nothing either.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.rank_parameters import Component, expert_stack, padded_size, rank_parameters
 
 MIB = 2**20
-# As torch's allocator has it: blocks above 1 MiB come from segments of 20 MiB, from 10 MiB on from one of their own.
+# torch's allocator: blocks above 1 MiB come from 20 MiB segments; from 10 MiB on, from segments of their own.
 SHARED_SEGMENT, OWN_SEGMENT, STEP = 20 * MIB, 10 * MIB, 2 * MIB
-UNSPLIT = MIB  # the most that is left with a block
+UNSPLIT = MIB  # the largest remainder that stays with a block
 
 
 def granted(size: float) -> float:
-    """Bytes that a tensor of ``size`` takes in a fresh segment; of those that share one, on average."""
+    """Bytes that a tensor of ``size`` occupies in a fresh segment; on average, for those that share one."""
     if size <= MIB:
         return size
     together = 1 if size >= OWN_SEGMENT else int(SHARED_SEGMENT // size)
@@ -33,7 +32,7 @@ def granted(size: float) -> float:
 
 
 def unsplit(rank: RankInventory) -> float:
-    """Bytes of a rank of our engine, whose weights and states are tensors of their own."""
+    """Bytes lost on a rank of our engine, whose weights and states are separate tensors."""
     workload, hold = rank.workload, rank.hold
     if (
         workload.cluster.device.name == "cpu"
@@ -43,7 +42,7 @@ def unsplit(rank: RankInventory) -> float:
         return 0.0
     found = _beyond(rank, hold.weight) * (1 - rank.offloaded("params"))
     if not rank.sharded and workload.layout.shards > 1:
-        return found  # states of ``zero`` 1 and 2 are ranges of flat buckets
+        return found  # under ``zero`` 1 and 2 states are ranges of flat buckets
     count = states_per_element(workload.recipe.optimizer) + (workload.recipe.ema > 0)
     states = count * _beyond(rank, hold.moments / count) if count else 0.0
     if hold.master:
@@ -52,7 +51,7 @@ def unsplit(rank: RankInventory) -> float:
 
 
 def _beyond(rank: RankInventory, width: float) -> float:
-    """With one tensor of so many bytes an element for each parameter, or for this rank's rows of it."""
+    """Bytes lost with one tensor of ``width`` bytes per element for each parameter, or for this rank's shard of it."""
     layout, model = rank.workload.layout, rank.workload.model
     here = rank_parameters(layout, model, rank.workload.cut_by, rank.number)
     groups = rank.workload.groups if rank.sharded else {}

@@ -1,5 +1,5 @@
-"""What an update takes beside gradients and states: nothing where torch's kernels work in place, little where states
-are rounded stochastically."""
+"""Optimizer update memory beyond gradients and states: none where torch's kernels work in place, little with
+stochastic rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shoal.predict.rank_parameters import rank_parameters
 
 
 def own_states(rank: RankInventory) -> float | None:
-    """Bytes of what the optimizer keeps, where that is not the same for every element; None where it is."""
+    """Bytes of the optimizer's states if they are not uniform per element; None if they are."""
     workload = rank.workload
     if workload.recipe.blockwise and workload.lora is None:
         average = AVERAGE_BYTES * rank.total.trained_share if workload.recipe.ema else 0.0
@@ -46,12 +46,12 @@ def own_states(rank: RankInventory) -> float | None:
 
 
 def _first(rank: RankInventory) -> int:
-    """The first rank of a stage: where things do not divide evenly, it has the larger part."""
+    """The first global rank of a stage, which has the larger part of an uneven split."""
     return rank.number * stride("pp", rank.workload.layout)
 
 
 def passing(rank: RankInventory) -> float:
-    """Bytes that are there for a moment."""
+    """Peak bytes of temporaries during the update."""
     workload = rank.workload
     recipe = workload.recipe
     in_place = recipe.optimizer in ("adamw", "sgd") and not (recipe.rounds_by_chance or recipe.blockwise)
@@ -65,10 +65,10 @@ def passing(rank: RankInventory) -> float:
         return ROUNDED_BYTES * at_once
     drawing = DRAWING_BYTES * at_once if recipe.rounds_by_chance else 0.0
     width = max(4.0, state_width(recipe))
-    # A clipped gradient is one more; fp64's are clipped in place.
+    # Clipping adds one gradient copy; fp64 gradients are clipped in place.
     clipped = 1 if recipe.clip and recipe.precision != "fp64" else 0
     if recipe.optimizer == "lion":
-        # Narrow states and gradients are there in fp32 too.
+        # Narrow states and gradients also exist in fp32.
         copies = 4 if state_width(recipe) < width else 2 + clipped
         moving = width * min(largest, LION_ELEMENTS)
         return max(copies * moving, 2 * moving + drawing)
@@ -92,10 +92,10 @@ def passing(rank: RankInventory) -> float:
 
 @lru_cache(maxsize=4096)
 def _orthogonalised(sharing: Sharing, rank: int, given: float, width: int, taken: float) -> float:
-    """The fullest moment of Muon's rounds: as a rank's parts are given, put together, made orthogonal, or taken.
+    """The peak of Muon's rounds: as a rank's parts are computed, assembled, orthogonalised, or applied.
 
-    ``given`` and ``taken``: bytes of an element of a part meanwhile. While a matrix is made orthogonal, it is there as
-    it was given, as it is and as it becomes, with two squares of its shorter side.
+    ``given`` and ``taken``: bytes per element of a part during the first and the last of these. Orthogonalising a
+    matrix holds it as received, as it is and as it will be, plus two squares of its shorter side.
     """
     chosen = matrices_of(sharing, rank, lambda name, size: rule_of("muon", name, size) == "muon")
     own, together = ranges_by_label(sharing, rank), members(sharing, rank)

@@ -1,6 +1,6 @@
-"""zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by.
+"""Gradient memory under zero=2 without a pipeline: this rank's shard from the start, plus a few buckets in flight.
 
-Where gradients leave the device as they are summed, of that share there is what stays.
+If reduced gradients move to the host right away, only the part of the shard that stays on the device counts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class ScatteredGradients(ReplicatedGradients):
         self.standing = 0.0
         if leaves_early(self.layout):
             self.stay = 1.0 - rank.offloaded("optimizer")
-        self.leaving = 1.0 - self.stay  # of what is summed, the share that then is on its way to the host
+        self.leaving = 1.0 - self.stay  # share of the reduced gradients that moves to the host
         if self.tune.optimizer_in_backward:
             self.stay = 0.0
-        # Parameters of a full bucket. A token embedding has one of its own.
+        # Parameters in a full bucket. A token embedding gets a bucket of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
         self.apart = 0
         if self.layout.ep > 1 and self.model.experts is not None and not self.adapters_only:
             layers = sum(run.layers for one in rank.stages for run in one.runs if run.experts)
             self.apart = layers * expert_elements(self.model, self.layout.tp, self.layout.ep)
-        # Of these, what shares a bucket with the first gradients, the head's and the norm's.
+        # Of these, parameters that may share a bucket with the first gradients, the head's and final norm's.
         self.with_head = self._with_head() if rank.workload.recipe.blockwise else self.others
         if not self.model.tied:
             head = self.ends.head.trained
             bucket = self.hold.reduce * min(max(self.bucket, head), self.with_head)
-            # Where the product is cast it has gone by then.
+            # A cast product has been freed by then.
             self.head_bucket = bucket
 
     def _with_head(self) -> int:
-        """Where moments come in blocks, only parameters with blocks of the same length share a bucket."""
+        """With blockwise moments, only parameters of the same block length share a bucket."""
         workload = self.rank.workload
         here = rank_parameters(workload.layout, workload.model, workload.cut_by, self.rank.number)
         head = {one.block for one in (*here.norm.tensors, *here.head.tensors) if one.name != EMBEDDING}
@@ -54,11 +54,13 @@ class ScatteredGradients(ReplicatedGradients):
         return sum(times * one.size for times, part in counted for one in part.tensors if one.block in head)
 
     def in_loss(self, moment: Moment) -> float:
-        """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
+        """The last bucket of a backward pass (the embedding's) is freed once the next bucket is sent."""
         return self.hold.reduce * self.ends.embedding.trained if moment.before else 0.0
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
-        """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
+        """One bucket fills while one is in flight; while the first one fills, it may be the last one of the previous
+        pass.
+        """
         if not done and made == 0:
             return (
                 self.tied_head(moment)
@@ -66,11 +68,11 @@ class ScatteredGradients(ReplicatedGradients):
                 + self.in_loss(moment)
             )
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
-            # Experts' bucket of the pass before, too, lands when the next one is sent; by then that one fills.
+            # The same holds for the experts' bucket of the previous pass; by then the next one is filling.
             fills = moment.before and (done or made is None or made > 1)
             before = self.hold.reduce * min(self.bucket, self.apart) if fills else 0.0
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment) + before
-        # What has landed is on its way to the host, of two buckets at most.
+        # Reduced gradients on their way to the host, at most two buckets of them.
         landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
         leaving = (
             self.leaving * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards if landed > 0 else 0.0
@@ -78,7 +80,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.tied_head(moment) + self.buckets(2) + leaving
 
     def buckets(self, count: int) -> float:
-        """Routed experts that fewer ranks hold have buckets of their own."""
+        """Expert buckets count separately, since fewer ranks hold the same experts."""
         largest = max(self.bucket, *self.down)
         elements = sum(min(count * largest, one) for one in (self.others - self.apart, self.apart))
         return self.hold.reduce * elements

@@ -1,1 +1,1 @@
-"""How long a step takes: kernels, links, pipelines, the optimizer, offload."""
+"""Step time: kernels, links, pipelines, the optimizer, offload."""

@@ -1,7 +1,7 @@
 """Idle time of a pipeline: fill, drain and messages.
 
-A full pipeline follows the papers' formulas, which the tests hold against schedules that are played through. One that
-never fills, with fewer micro-batches than it takes, is played: the schedule's own list of computations says it.
+A full pipeline follows the papers' formulas, which tests compare with simulated schedules. One that never fills, for
+lack of micro-batches, is simulated from the schedule's own list of computations.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 from shoal.facts.layout import ONE_CHUNK, V_SHAPED
 from shoal.facts.schedules.programs import SPLIT_BACKWARD, compute_order, lengths
 
-# A deeper pipeline that never fills is played at this depth, with as many micro-batches for each rank.
+# A deeper pipeline that never fills is simulated at this depth, with as many micro-batches per rank.
 DEEPEST_PLAYED = 4
 
 
 class Idle(NamedTuple):
-    """Of one step, where every stage takes as long as the others."""
+    """Per step, with all stages equally slow."""
 
-    work: float  # idle time, in what one micro-batch takes on a rank, forward and backward
-    messages: float  # how many messages the step waits for, one after the other
+    work: float  # idle time, in units of one micro-batch's forward and backward on a rank
+    messages: float  # number of messages that the step waits for, one after another
 
 
 @cache
@@ -40,7 +40,7 @@ def idle(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
 
 
 def follows(schedule: str, pp: int, chunks: int, micro_batches: int) -> bool:
-    """Whether the formulas hold: a pipeline that fills and, where chunks take turns, whole rounds of micro-batches."""
+    """Whether the formulas hold: the pipeline fills and, where chunks take turns, micro-batches form whole rounds."""
     if schedule in ONE_CHUNK:
         return True
     if schedule in V_SHAPED:
@@ -49,12 +49,12 @@ def follows(schedule: str, pp: int, chunks: int, micro_batches: int) -> bool:
 
 
 def full(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
-    """gpipe and 1f1b at any number of micro-batches, the others once they are full."""
+    """The formulas: for gpipe and 1f1b at any number of micro-batches, for the others once they are full."""
     others = pp - 1
     if schedule == "gpipe":
         return Idle(others, 2.0 * others)
     if schedule == "1f1b":
-        # In the steady state a rank waits for its neighbour's answer every time.
+        # In the steady state a rank waits for its neighbour's reply every time.
         return Idle(others, max(2.0 * others, 2.0 * others * micro_batches / pp + 2.0 * (pp - 2)))
     work = others / (3 * chunks) if schedule in SPLIT_BACKWARD else others / chunks
     messages = {

@@ -1,8 +1,8 @@
 """Time of context parallelism: what a micro-batch waits for because ranks share its sequences.
 
-A ring's messages travel beside the turns that do not need them yet: all but one of cp turns of attention forward, and
-as many backward, where the last gradients come home when nothing is left to compute. Sent and received at once, a
-message counts once. Ulysses exchanges what attention is about to read, and hides nothing.
+Ring messages overlap the steps that do not need them yet: all but one of cp attention steps forward, and as many
+backward, where the last gradients arrive when nothing is left to compute. A message sent and received at once counts
+once. Ulysses exchanges attention's inputs right before use, and hides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.predict.workload import Workload
 
 
 def waits(workload: Workload, on: CostModel, here: RankParameters, share: LayerShare) -> dict[Phase, float]:
-    """Seconds of one micro-batch on a rank with these layers, by pass. ``share``: its share of one of them."""
+    """Exposed seconds of one micro-batch on a rank with these layers, by pass. ``share``: its share of one layer."""
     layout = workload.layout
     if layout.cp == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Rates of one model on one cluster with one stack, shared by all layouts of a search."""
+"""Hardware rates and cached prices of one model on one cluster with one stack, shared by all layouts of a search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shoal.predict.workload import Workload
 
 @dataclass(eq=False)
 class CostModel:
-    """What all of a search's layouts share, priced once."""
+    """What all layouts of a search share, priced once."""
 
     model: Model
     cluster: Cluster
@@ -45,13 +45,13 @@ class CostModel:
         self.node = calibration.node_rates(self.cluster, self.rates)
         device, recipe, measured = self.cluster.device, self.recipe, self.rates.measured
         widths = Widths(compute_width(recipe), state_width(recipe))
-        # fp8 is a precision of the blocks' products; attention, the head and all else are in bf16.
+        # fp8 applies to the blocks' products; attention, the head and everything else run in bf16.
         precision = "bf16" if recipe.precision == "fp8" else recipe.precision
         self.faster = (device.peak(recipe.precision) or 1.0) / (device.peak(precision) or 1.0)
         self.kernels: Kernels
-        # What was measured are the kernels of our own engine; other software starts others.
+        # Measurements cover the kernels of our own engine; other stacks launch others.
         if measured is not None and self.stack.name == SHOAL.name:
-            # Measured as one device is all of a CPU; where there are several here, they share it.
+            # A CPU is measured as one device; several devices here share it.
             shared = self.cluster.devices_per_node if device.name == "cpu" else 1
             self.kernels = MeasuredKernels(self.rates, measured, precision, widths, shared)
         else:
@@ -65,7 +65,7 @@ class CostModel:
         self.counts_sequences = measured_here or self.stack.attention == "unfused"
 
     def layer(self, share: LayerShare) -> Seconds:
-        # Long sequences cut in parts have the tokens of short ones, and as a rule nothing else counts.
+        # Otherwise long sequences cut into parts cost as much as short ones with as many tokens.
         key = share if self.counts_sequences else share[:2] + share[3:]
         known = self._layers.get(key)
         if known is None:
@@ -84,7 +84,9 @@ class CostModel:
         return known
 
     def _composed(self, share: LayerShare) -> Seconds:
-        """Of parts that depend on few of a share's values each: what has one new value has most parts priced."""
+        """Composed of parts that depend on few fields each, so that a share with one new field finds most parts
+        cached.
+        """
         parts, given = self._parts, (self.model, self.stack, self.kernels, share)
         key = share.of_products
         products = parts.get(key)
@@ -101,18 +103,18 @@ class CostModel:
         return layers.layer(self.stack, self.kernels, share, products, elementwise, attended)
 
     def attention(self, share: LayerShare) -> tuple[float, float]:
-        """Of a layer's time, attention's: forward and backward."""
+        """Attention's part of a layer's time, forward and backward."""
         if isinstance(self.kernels, MeasuredKernels):
             return measured_layer.attention(self.model, self.kernels, share)
         return layers.attention(self.model, self.stack, self.kernels, share)
 
     def shared_experts(self, share: LayerShare) -> tuple[float, float]:
-        """Of a layer's time, that of the products of experts that every token uses: forward and backward."""
+        """The shared experts' products in a layer's time, forward and backward."""
         forward, backward = layers.shared_experts(self.model, self.kernels, share)
         return forward / self.faster, backward / self.faster
 
     def routed_experts(self, share: LayerShare) -> tuple[float, float]:
-        """As ``shared_experts``, of those that tokens are sent to."""
+        """The routed experts' products in a layer's time, forward and backward."""
         forward, backward = layers.routed_experts(self.model, self.kernels, share)
         return forward / self.faster, backward / self.faster
 
@@ -139,18 +141,18 @@ class CostModel:
             found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
         if not self.recipe.loss_facts.of_log_probabilities:
             return found
-        # The backward pass computes the logits again, and all gradients of the head.
+        # The backward pass recomputes the logits, and all of the head's gradients.
         product = self.kernels.slowed(compiled) * self.kernels.product(tokens, self.model.hidden, rows)
         return Seconds(product, found.forward + found.input, found.weight, 0.0, 0.0)
 
     def embedding(self, tokens: int, rows: int, held: Passes, tied_here: bool = False) -> Seconds:
-        """``tied_here``: the head's gradient is added to this one's."""
+        """``tied_here``: the head's gradient is added to this one."""
         if isinstance(self.kernels, MeasuredKernels):
             return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
         return layers.embedding(self.model, self.kernels, tokens)
 
     def handling(self, rests: Rests, micro_batches: int, narrow: bool = False) -> Passes:
-        """Bytes that move for every parameter and micro-batch. ``narrow``: gradients stay as they were computed."""
+        """Bytes moved per parameter and micro-batch. ``narrow``: gradients stay in the compute precision."""
         key = rests, micro_batches, narrow
         known = self._handled.get(key)
         if known is None:

@@ -1,13 +1,13 @@
 """Time of expert parallelism: what a micro-batch waits for while tokens travel to their experts and back.
 
-All-to-alls end when the busiest rank has received its tokens (``facts/expert_load.py``). Where every token also uses a
-shared expert, that one's products are computed meanwhile, forward and backward.
+All-to-alls end when the busiest rank has received its tokens (``facts/expert_load.py``). Shared experts, if any, are
+computed meanwhile, forward and backward.
 
-Where experts are on several nodes, a token crosses to each once and is passed on inside it, in parts: one is passed on
-while the other crosses, or is computed (``_by_part``). How many nodes a token reaches is what even routing comes to,
-within the groups that the router limits it to. Other stacks send each copy to its rank, over the slow links
-(``Stack.sends_once``); pass on at once what has come (``Stack.passes_on``); or compute one micro-batch while the tokens
-of another travel (``Stack.expert_overlap``).
+With experts on several nodes, a token crosses to each node once and is forwarded inside it, in parts: one part is
+forwarded while another crosses or is computed (``_by_part``). The number of nodes per token assumes even routing
+within the groups that the router allows. Other stacks send each copy to its rank over the slow links
+(``Stack.sends_once``); forward immediately what arrives (``Stack.passes_on``); or compute one micro-batch while
+another's tokens travel (``Stack.expert_overlap``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.predict.workload import Workload
 def waits(
     workload: Workload, on: CostModel, here: RankParameters, share: LayerShare
 ) -> dict[str, dict[Phase, float]]:
-    """Seconds of one micro-batch in the ranks of ``ep``, by group and pass. ``share``: of a layer with experts."""
+    """Exposed seconds of one micro-batch over ``ep``, by group and pass. ``share``: of a layer with experts."""
     if workload.layout.ep == 1 or not here.sparse:
         return {}
     uneven = busiest(workload.layout.ep)
@@ -48,7 +48,7 @@ def waits(
 def _left(
     found: dict[str, dict[Phase, float]], on: CostModel, here: RankParameters, share: LayerShare
 ) -> dict[Phase, float]:
-    """Of each pass's exchanges, the part that nothing hides."""
+    """For each pass, the share of its exchanges that nothing hides."""
     totals: dict[Phase, float] = {}
     for spent in found.values():
         for phase, seconds in spent.items():
@@ -71,16 +71,16 @@ def _left(
 
 
 def _by_part(across: float, inside: float, experts: float, shared: float, parts: int) -> float:
-    """Seconds that a pass waits for its exchanges, there and back, where tokens travel in so many parts.
+    """Exposed seconds of a pass's exchanges, there and back, when tokens travel in ``parts`` parts.
 
-    Each link, and the device, has one part at a time, in order. The backward pass is this one in reverse, and takes as
+    Each link, and the device, handles one part at a time, in order. The backward pass is the reverse and takes as
     long.
     """
     over, near, work = across / 2 / parts, inside / 2 / parts, experts / parts
     every = range(parts)
-    # When each part has come to the node; to its experts, once the device has passed it on; is computed.
+    # When each part has reached the node; its experts, once forwarded; and the end of its computation.
     come = [over * (part + 1) for part in every]
-    ready = shared  # what the device computes first
+    ready = shared  # the device computes shared experts first
     passed, free = [], 0.0
     for part in every:
         ready = max(ready, come[part])
@@ -93,6 +93,6 @@ def _by_part(across: float, inside: float, experts: float, shared: float, parts:
     home = come[-1]
     for part in every:
         free = max(computed[part], free) + near
-        ready = max(ready, free)  # no part's results are added up before all are computed
+        ready = max(ready, free)  # results are summed only after all parts are computed
         home = max(ready, home) + over
     return home - experts - shared

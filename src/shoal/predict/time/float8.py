@@ -1,7 +1,7 @@
-"""What products in fp8 make of a layer's time: they are faster, and their operands are rounded first.
+"""How fp8 products change a layer's time: they are faster, but their operands must be rounded first.
 
-Compiled, as they are on GPUs. The largest value of an operand is found in one pass over it, and the next rounds it; the
-backward pass rounds inputs again, and lays operands out by column as well.
+Assumes compiled blocks, as on GPUs. One pass over an operand finds its largest value, and the next rounds it; the
+backward pass rounds inputs again and also lays operands out by column.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from shoal.facts.model import Model
 from shoal.predict.time.kernels import Kernels
 from shoal.predict.time.layer import COMPILED_FUSION, LayerShare, Passes, Seconds, products
 
-# Bytes for each value: read for its largest, read again and written in fp8; of gradients, written twice.
+# Bytes per value: read for the largest, read again and written in fp8; gradients are written twice.
 INPUTS = Passes(2 + 2 + 1, 2 + 2 + 1)
 GRADIENTS = 2 + 2 + 1 + 1
 WEIGHTS = Passes(2 + 1, 2 + 1)
 
 
 def in_float8(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds, faster: float) -> Seconds:
-    """``plain``: the layer in bf16. ``faster``: how many times faster the device multiplies in fp8."""
+    """The layer in fp8. ``plain``: the layer in bf16. ``faster``: fp8 matrix throughput relative to bf16."""
     products_forward = products_input = products_weight = 0.0
     forward = backward = 0.0  # bytes
     for one in products(model, share):

@@ -1,6 +1,6 @@
 """Kernel-launch time on the host, and how much of it the device waits for.
 
-Where it was not measured it is a property of the software stack, in layers' forward passes.
+Without measurements it is a property of the software stack, in units of a layer's forward pass.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
 from shoal.predict.workload import Workload
 
-# A layer's backward pass starts about twice as many kernels as its forward pass.
+# A layer's backward pass launches about twice as many kernels as its forward pass.
 HOST_BACKWARD = 2.13
-# Kernels of a layer are of all sizes: where host and device take about as long, some wait for one and some for the
-# other. The power mean with this exponent lies as far above the larger of the two as was seen.
+# Kernels of a layer vary in size: where host and device take about as long, some kernels wait for one and some for the
+# other. The power mean with this exponent exceeds the larger of the two by as much as was measured.
 BLEND = 4.69
-# Hosts do not all take equally long. A collective waits for the slowest of its ranks; this is the spread of one.
+# Hosts vary in speed, and a collective waits for its slowest rank; this is the relative spread of one host.
 HOST_SPREAD = 0.0675
 
-# The head with its loss, and the embedding, in layers' forward passes.
+# The head with its loss, and the embedding, in units of a layer's forward pass.
 HOST_HEAD = 2.11
 HOST_EMBEDDING = 0.5
-# Once a step it starts the optimizer's kernels and waits for the norm: as long as so many layers' forward passes.
+# Once per step the host launches the optimizer and waits for the norm: this many layers' forward passes.
 HOST_ONCE = 0.5
 
 
-# A step waits for the slowest of its devices. Their rates were fitted on nodes of so many, whose slowest they are.
+# A step waits for its slowest device. Rates were fitted on nodes of this many devices, so they already are the slowest
+# of that many.
 FITTED_ON = 8
 
 
 class Hosts(NamedTuple):
-    """Seconds that it takes to start one layer's kernels."""
+    """Seconds to launch one layer's kernels."""
 
     forward: float
     backward: float
@@ -45,7 +46,9 @@ class Hosts(NamedTuple):
 
 
 def of_layer(on: CostModel, recompute: str, compiled: bool, turns: int = 1) -> Hosts:
-    """What a compiled block repeats it starts with its backward pass. ``turns``: of ring attention."""
+    """Launch times of a layer. A compiled block launches recomputation with its backward pass. ``turns``: of ring
+    attention.
+    """
     eager = operators.operators(on.model, _widths(on))
     forward, backward = compiled_operators(on.model, _widths(on)) if compiled else eager
     if turns > 1:
@@ -62,19 +65,19 @@ def of_layer(on: CostModel, recompute: str, compiled: bool, turns: int = 1) -> H
 
 
 def spread(tp: int) -> float:
-    """How much longer the slowest of several hosts takes that wait for one another."""
+    """How much longer the slowest of several hosts takes, when they wait for one another."""
     return 1 + HOST_SPREAD * sqrt(2 * log(tp)) if tp > 1 else 1.0
 
 
 def slowest(devices: int, spread: float) -> float:
-    """How much longer the slowest of so many devices computes than the slowest of those that rates were fitted on."""
+    """How much longer the slowest of ``devices`` computes than the slowest of those that rates were fitted on."""
     if devices <= FITTED_ON:
         return 0.0
     return spread * (sqrt(2 * log(devices)) - sqrt(2 * log(FITTED_ON)))
 
 
 def of_ends(workload: Workload, on: CostModel, first: bool, last: bool) -> float:
-    """The embedding, where a network begins; head and loss, where it ends."""
+    """Launch time of the embedding and of the head with its loss, on the stages that have them."""
     if (seen := _seen(on)) is None:
         return (HOST_HEAD * last + HOST_EMBEDDING * first) * on.stack.host
     model, tokens, widths = workload.model, workload.tokens, _widths(on)
@@ -89,17 +92,17 @@ def of_ends(workload: Workload, on: CostModel, first: bool, last: bool) -> float
 
 
 def ahead(workload: Workload, on: CostModel) -> bool:
-    """Whether a step is issued while the device computes the one before, and so begins with that one's lead.
+    """Whether a step is launched while the device still computes the previous one, and so starts with the host ahead.
 
-    Not where a loss scale has to be known first (``train/loop.py``), nor where ranks of a pipeline wait for each other.
+    Not if a loss scale must be known first (``train/loop.py``), nor if pipeline ranks wait for each other.
     """
     return on.stack.issues_ahead and on.recipe.precision != "fp16" and workload.layout.pp == 1
 
 
 def once(workload: Workload, on: CostModel, optimizer: float, lead: float) -> float:
-    """The device waits where a step begins, where its norm is read, and for an optimizer that starts slowly.
+    """The device idles when a step begins, when its norm is read, and while a slow optimizer is launched.
 
-    ``lead``: seconds that the host has left of a step's passes, where it takes them along into the next.
+    ``lead``: seconds by which the host is ahead after a step's passes, if it can carry them into the next step.
     """
     if (seen := _seen(on)) is None:
         return HOST_ONCE * on.stack.host
@@ -110,29 +113,29 @@ def once(workload: Workload, on: CostModel, optimizer: float, lead: float) -> fl
 
 
 def at_least_once(on: CostModel) -> float:
-    """What ``once`` is in every layout."""
+    """The value of ``once`` common to all layouts: a lower bound."""
     if (seen := _seen(on)) is None:
         return HOST_ONCE * on.stack.host
     return 0.0 if on.stack.issues_ahead else seen.once
 
 
-Pass = tuple[float, float]  # seconds of the device, and of the host that starts it
+Pass = tuple[float, float]  # seconds on the device, and on the host that launches it
 
 
 class Wait(NamedTuple):
-    """Of a micro-batch."""
+    """Waiting time of one micro-batch."""
 
-    seconds: float  # how much longer it takes than the device alone would
-    lead: float  # of the host, at its end; of a step that is issued behind another without a pause
+    seconds: float  # extra time over the device alone
+    lead: float  # seconds by which the host is ahead at the end, if the next step follows without a pause
 
 
 def waiting(
     on: CostModel, forward: Pass, ends: Pass, backward: Pass, again: Pass | None, micro_batches: int | None
 ) -> Wait:
-    """Where so many micro-batches follow one another; None: one step's follow the last one's."""
+    """With ``micro_batches`` in a row; None: one step's follow the previous step's."""
     if _seen(on) is None:
         return Wait(sum(waits(*one) for one in (forward, backward, *([again] if again else []), ends)), 0.0)
-    # What is repeated is repeated layer by layer, in between the layers' backward passes.
+    # Recomputation happens layer by layer, between the layers' backward passes.
     more, started = again or (0.0, 0.0)
     passes = [forward, ends, (backward[0] + more, backward[1] + started)]
     if micro_batches is None:
@@ -142,10 +145,11 @@ def waiting(
 
 
 def queued(passes: list[Pass], times: int) -> float:
-    """The host runs ahead of the device wherever it is faster, and lives on its lead wherever it is slower.
+    """Seconds that the device waits per micro-batch: the host gains a lead where it is faster and spends it where it
+    is slower.
 
-    The device is done when the slowest way is: the host up to some point, and from there the device. Within a pass both
-    go evenly, so that point is the end of one. Of many equal micro-batches it is in the first or in the last.
+    The device finishes with the slowest path: the host up to some point, and the device from there. Within a pass both
+    progress evenly, so that point is the end of a pass. Among equal micro-batches it lies in the first or the last.
     """
     lag = longest = 0.0
     for device, host in passes:
@@ -155,7 +159,7 @@ def queued(passes: list[Pass], times: int) -> float:
 
 
 def waits(device: float, host: float) -> float:
-    """As ``waiting``, of one pass, where neither was measured: kernels differ, and none is known by itself."""
+    """Waiting time of one pass without measurements: individual kernels are unknown."""
     both: float = (device**BLEND + host**BLEND) ** (1 / BLEND)
     return both - device
 

@@ -8,27 +8,27 @@ from typing import NamedTuple
 from shoal.facts.calibration import DeviceRates
 from shoal.facts.calibration.measurements import Way
 
-# Tiles that libraries cut a product's result into, and what a tile of that size reaches of the largest one's rate:
-# smaller ones read their inputs more often.
+# Tile sizes into which libraries cut a product's result, and the rate of each relative to the largest tile: smaller
+# tiles read their inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.6))
-# Of a product with few tiles, the inner length can be split; every part then has at least this much of it.
+# A product with few tiles can split its inner dimension (split-K); every part then has at least this length.
 SHORTEST_SPLIT = 512
 SPLITS = (1, 2, 4, 8)
-# Rows that each expert's tokens cost a grouped product beyond their number: tiles that are not full, and what starts
-# anew. On an H200 it lost as much as 160 to 220 more rows per expert would take, of 256, 1,024 and 4,096 rows alike.
+# Extra rows that each expert costs in a grouped product: partly filled tiles and start-up. On an H200 the loss equals
+# 160 to 220 more rows per expert, at 256, 1,024 and 4,096 rows alike.
 GROUP_ROWS = 200
 
 
 class LayerProduct(NamedTuple):
-    """A matrix product of a layer's forward pass: ``times`` kernels, each of one or of as many as there are experts."""
+    """A matrix product in a layer's forward pass: ``times`` kernels, each of one matrix or of one per expert."""
 
-    rows: int  # of each
+    rows: int  # per matrix
     inner: int
     columns: int
     times: int
     groups: int = 1
-    routed: bool = False  # whether its matrices are those of experts that some tokens are sent to
-    parts: int = 1  # of the tokens, each of so many rows and with kernels of its own
+    routed: bool = False  # whether these are routed experts' matrices
+    parts: int = 1  # parts of the tokens, each with ``rows`` rows and kernels of its own
 
     @property
     def parameters(self) -> int:
@@ -37,11 +37,11 @@ class LayerProduct(NamedTuple):
 
 @dataclass
 class Kernels:
-    """The kernels of one device at one precision. Shapes repeat from layout to layout, so their times are kept."""
+    """Kernel times of one device at one precision. Shapes recur across layouts, so results are cached."""
 
     rates: DeviceRates
     peak: float  # FLOP/s of dense products
-    bandwidth: float  # bytes/s of the device's memory
+    bandwidth: float  # bytes/s of device memory
     width: int  # bytes of an element
     _times: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
 
@@ -51,8 +51,8 @@ class Kernels:
         return self.peak * self.rates.matmul
 
     def product(self, rows: int, inner: int, columns: int, way: Way = "forward", groups: int = 1) -> float:
-        """Seconds of [rows, inner] × [inner, columns]; of ``groups`` of them in one kernel. ``way``: whose product it
-        is, which matters where each was measured.
+        """Seconds of [rows, inner] × [inner, columns], or of ``groups`` of them in one kernel. ``way`` (forward, input
+        or weight gradient) matters only for measured devices.
         """
         key = rows, inner, columns, groups
         known = self._times.get(key)
@@ -61,18 +61,18 @@ class Kernels:
         return known
 
     def slowed(self, compiled: bool) -> float:
-        """How many times as long products take in a step as ``product`` says, by whether its blocks are compiled."""
+        """How many times longer products take in a step than ``product`` says; ``compiled``: whether blocks are."""
         return 1.0
 
     def ways(self, shape: LayerProduct, compiled: bool = False) -> tuple[float, float, float]:
-        """Seconds forward, of the inputs' gradients and of the weights'."""
+        """Seconds of the forward product, of the input gradients and of the weight gradients."""
         rows, inner, columns, groups = shape.rows, shape.inner, shape.columns, shape.groups
         times = shape.times * shape.parts * self.slowed(compiled)
         if groups == 1:
             forward = self.product(rows, inner, columns)
             back = self.product(rows, columns, inner, "input")
         else:
-            # Experts' rows lie one after another, and every expert's matrix is read.
+            # Experts' rows are contiguous, and every expert's matrix is read.
             every = groups * (rows + GROUP_ROWS)
             least = self.moved(self.width * groups * (rows * (inner + columns) + inner * columns))
             forward = max(self.product(every, inner, columns), least)
@@ -81,8 +81,8 @@ class Kernels:
         return times * forward, times * back, times * weight
 
     def _product(self, rows: int, inner: int, columns: int, groups: int = 1) -> float:
-        """The best way to cut it: tiles are computed in waves, one a multiprocessor, and the last wave takes as long
-        as a full one. Never faster than its operands can be read and its result written."""
+        """The best tiling: tiles run in waves, one per multiprocessor, and a partial last wave takes as long as a full
+        one. Never faster than reading the operands and writing the result."""
         units, rates = self.rates.multiprocessors, self.rates
         rate = self.peak * rates.matmul / units
         best = float("inf")
@@ -95,16 +95,16 @@ class Kernels:
                 seconds = (
                     waves * 2 * tile_rows * tile_columns * (inner / parts + rates.ramp) / (rate * reached)
                 )
-                if parts > 1:  # partial results are written and added up in fp32
+                if parts > 1:  # partial results are written and summed in fp32
                     seconds += self.moved(8 * parts * groups * rows * columns)
                 best = min(best, seconds)
         least = self.moved(self.width * groups * (rows * inner + inner * columns + rows * columns))
         return max(best, least) + rates.launch
 
     def attention(self, kernel: str, flops: float, head_dim: int) -> tuple[float, float]:
-        """Seconds forward and backward of fused attention whose forward pass has so many FLOPs, counted causally.
+        """Seconds forward and backward of fused attention; ``flops``: causal FLOPs of the forward pass.
 
-        Backward has five products to forward's two: it makes the scores again.
+        Backward has five products to forward's two, because it recomputes the scores.
         """
         reached = self.rates.attention(kernel)
         narrow = self.rates.narrow if head_dim <= 64 else (1 + self.rates.narrow) / 2 if head_dim < 128 else 1
@@ -114,9 +114,9 @@ class Kernels:
         )
 
     def batched(self, flops: float) -> float:
-        """Seconds of batched products, as attention that is not fused has them."""
+        """Seconds of batched products, as used by unfused attention."""
         return flops / (self.peak * self.rates.batched)
 
     def moved(self, size: float) -> float:
-        """Seconds that reading and writing so many bytes in all takes."""
+        """Seconds to read and write ``size`` bytes in total."""
         return size / (self.bandwidth * self.rates.memory)

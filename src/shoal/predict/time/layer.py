@@ -1,8 +1,7 @@
 """What one rank computes in a layer, and how long it takes.
 
 Elementwise work is counted in passes: a pass reads or writes every element of a tensor once, at the compute width. On
-a device that was measured, Shoal's own engine is counted operator by operator instead
-(``predict/time/measured_layer.py``).
+a calibrated device, Shoal's own engine is counted operator by operator instead (``predict/time/measured_layer.py``).
 """
 
 from __future__ import annotations
@@ -27,43 +26,43 @@ class Passes(NamedTuple):
     backward: float
 
 
-# Of the residual stream, a norm. RMS norms without a kernel of their own go through fp32 step by step.
+# Passes over the residual stream per norm. RMS norms without a fused kernel go through fp32 operator by operator.
 NORM = {("rms", "eager"): Passes(18, 30), ("rms", "fused"): Passes(2, 3)}
 LAYER_NORM = Passes(2, 3)
 RESIDUAL = Passes(3, 3)
 DROPOUT = Passes(1.5, 0.5)
-# Of the MLP's inner width.
+# Passes over the MLP's inner width.
 GATED = {"eager": Passes(5, 9), "fused": Passes(3, 5)}
 PLAIN = Passes(2, 3)
-# Of queries and keys.
+# Passes over queries and keys.
 ROTARY = {"eager": Passes(10, 10), "fused": Passes(2, 2)}
-# Of queries: laid out for attention, and back.
+# Passes over queries: laid out for attention, and back.
 COPIES = Passes(2, 2)
 
-# Bytes that move for every score of attention that is not fused: written, scaled and masked, exponentiated, dropped
-# out with a mask of a byte, read again; in the backward pass each with its gradient.
+# Bytes per score of unfused attention: written, scaled and masked, exponentiated, dropped out with a one-byte mask,
+# read again; in the backward pass each with its gradient.
 SCORES = Passes(13, 19)
-# And where they are capped, a few queries at a time (models/attention_blocks.py): each step reads and writes fp32.
-# Counted from that code, never measured.
+# The same for capped scores, a few queries at a time (models/attention_blocks.py): each operator reads and writes
+# fp32. Counted from that code, never measured.
 CAPPED = Passes(80, 130)
 
-# Bytes a parameter and micro-batch: wide weights cast for the products, gradients cast back; and added to those of the
-# micro-batches before.
+# Bytes per parameter and micro-batch: wide weights cast for the products, gradients cast back; and added to those of
+# earlier micro-batches.
 CAST = Passes(6, 6)
 ADD = {"cast": 8, "master": 6, "working": 8}
 
 
 NONE = Passes(0, 0)
 
-# How weights are there, and so how their gradients add up: whole; gathered for each pass, so that shards add up; or,
-# in a pipeline, gathered for the step, at the end of which gradients are reduced: until then they add up whole, as wide
-# as they will travel.
+# How weights are stored, which decides how gradients accumulate: whole; gathered for each pass, so that shards
+# accumulate; or, in a pipeline, gathered for the step, with gradients reduced at its end: until then they accumulate
+# whole, in the reduction precision.
 Rests = Literal["whole", "gathered", "kept"]
 RESTS: tuple[Rests, ...] = ("whole", "gathered", "kept")
 
 
 class Handling(NamedTuple):
-    """Bytes that move for a parameter and micro-batch beside its products: of experts, and of all else."""
+    """Bytes moved per parameter and micro-batch besides its products: for experts, and for everything else."""
 
     dense: Passes
     experts: Passes
@@ -71,14 +70,14 @@ class Handling(NamedTuple):
 
 FREE = Handling(NONE, NONE)
 
-# Of a compiled block's bytes: on an H200 its kernels take 1.1 to 1.2 times what its memory's rate makes of them.
+# Slowdown of a compiled block's kernels: on an H200 they take 1.1 to 1.2 times their bytes at memory bandwidth.
 COMPILED_FUSION = 1.15
 
 
 def handling(stack: Stack, recipe: Recipe, rests: Rests, micro_batches: int) -> Passes:
-    """Bytes that move for every parameter and micro-batch: casts, and sums over micro-batches.
+    """Bytes moved per parameter and micro-batch: casts, and accumulation over micro-batches.
 
-    Parameters that are gathered for their use are cast, and their gradients added up, in shards.
+    Parameters that are gathered for use are cast, and their gradients accumulated, as shards.
     """
     if rests == "gathered":
         return NONE
@@ -92,20 +91,20 @@ def handling(stack: Stack, recipe: Recipe, rests: Rests, micro_batches: int) -> 
 
 
 def kept(recipe: Recipe, micro_batches: int, widening: float = 1.0) -> Passes:
-    """The first micro-batch's gradients are widened to what ranks sum them in, the others' are added to these."""
+    """The first micro-batch's gradients are widened to the reduction precision, the others' are added to them."""
     compute, summed = compute_width(recipe), reduce_width(recipe)
     first = widening * (compute + summed) if compute < summed else 0.0
     return Passes(0.0, (first + (2 * summed + compute) * (micro_batches - 1)) / micro_batches)
 
 
 class Seconds(NamedTuple):
-    """Of one layer (or the ends) and one micro-batch, on the device."""
+    """Device seconds of one layer (or of the ends) for one micro-batch."""
 
     forward: float
-    input: float  # gradients of the activations
-    weight: float  # gradients of the weights
-    again: float  # what selective recomputation repeats
-    full: float  # and full recomputation
+    input: float  # input gradients
+    weight: float  # weight gradients
+    again: float  # work repeated by selective recomputation
+    full: float  # work repeated by full recomputation
 
     @property
     def backward(self) -> float:
@@ -115,8 +114,8 @@ class Seconds(NamedTuple):
 class LayerShare(NamedTuple):
     """One rank's share of a layer."""
 
-    tokens: int  # of a micro-batch, that its products see
-    between: float  # of these, the ones it has between attention and MLP: a part, with sequence parallelism
+    tokens: int  # of a micro-batch, as its products see them
+    between: float  # tokens between attention and MLP: fewer with sequence parallelism
     sequences: int
     seq: int
     tp: int
@@ -125,28 +124,28 @@ class LayerShare(NamedTuple):
     held: Handling = FREE  # see ``handling``
     compiled: bool = False
     dropout: bool = False
-    turns: int = 1  # of ring attention
-    unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
-    adapted: tuple[str, ...] = ()  # projections with adapters, by their last names
-    expert_parts: int = 1  # in which experts compute its tokens
+    turns: int = 1  # steps of ring attention
+    unpacks: bool = False  # frozen weights are in 4 bits and unpacked on every use
+    adapted: tuple[str, ...] = ()  # projections with adapters, by the last part of their name
+    expert_parts: int = 1  # parts in which experts compute its tokens
 
     @property
     def of_products(self) -> tuple[object, ...]:
-        """All that its products depend on."""
+        """Cache key: everything its products depend on."""
         return "products", self.tokens, self.tp, self.ep, self.experts, self.expert_parts
 
     @property
     def of_elements(self) -> tuple[object, ...]:
-        """All that its elementwise work depends on."""
+        """Cache key: everything its elementwise work depends on."""
         return "elements", self.tokens, self.between, self.tp, self.experts, self.compiled, self.dropout
 
     def of_attention(self, counts_sequences: bool) -> tuple[object, ...]:
-        """All that its attention depends on."""
+        """Cache key: everything its attention depends on."""
         return "attention", self.tokens, self.tp, self.turns, counts_sequences and self.sequences
 
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[LayerProduct]:
-    """Of a layer's forward pass. ``joined``: queries, keys and values from one product."""
+    """The products of a layer's forward pass. ``joined``: queries, keys and values come from one product."""
     tokens, hidden, tp = share.tokens, model.hidden, share.tp
     heads = model.heads // tp
     found: list[LayerProduct] = []
@@ -179,7 +178,7 @@ def products(model: Model, share: LayerShare, joined: bool = False) -> list[Laye
 
 
 def routed_products(model: Model, experts: Experts, share: LayerShare) -> list[LayerProduct]:
-    """What the busiest rank is sent, spread over the experts it has."""
+    """The busiest rank's tokens, spread evenly over its experts."""
     here, parts = experts.count // share.ep, share.expert_parts
     rows = max(1, int(share.tokens * experts.active * busiest(share.ep)) // (here * parts))
     found = _mlp(model, rows, max(1, experts.ffn // share.tp), here)
@@ -187,12 +186,12 @@ def routed_products(model: Model, experts: Experts, share: LayerShare) -> list[L
 
 
 def added_by_part(share: LayerShare, width: int) -> float:
-    """Bytes that move for every parameter of experts as gradients of one part of the tokens are added to another's."""
+    """Bytes moved per expert parameter to add gradients of one part of the tokens to another's."""
     return 0.0 if share.adapted else 3.0 * width * (share.expert_parts - 1)
 
 
 def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
-    """Bytes beside the products, of a micro-batch."""
+    """Bytes moved besides the products, per micro-batch."""
     dense = experts = 0
     for one in found:
         if one.routed:
@@ -203,7 +202,7 @@ def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
 
 
 def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
-    """Forward and backward, of the products alone."""
+    """Seconds of the shared experts' products, forward and backward."""
     found = []
     if model.experts is not None and model.experts.shared:
         found = _mlp(model, share.tokens, model.experts.shared_ffn // share.tp, 1)
@@ -211,7 +210,7 @@ def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[f
 
 
 def routed_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
-    """As ``shared_experts``."""
+    """Seconds of the routed experts' products, forward and backward."""
     found = [] if model.experts is None else routed_products(model, model.experts, share)
     return _both_passes(kernels, share, found)
 
@@ -233,7 +232,7 @@ def _mlp(model: Model, rows: int, width: int, groups: int) -> list[LayerProduct]
 
 
 class Multiplied(NamedTuple):
-    """Seconds of a layer's products, and their parameters: of all but experts, and of these."""
+    """Seconds of a layer's products, and its parameters: without experts, and of experts."""
 
     forward: float
     input: float
@@ -243,7 +242,7 @@ class Multiplied(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """Seconds of a layer's elementwise work; of that, what its norms take forward."""
+    """Seconds of a layer's elementwise work; ``norms``: its norms' forward part."""
 
     forward: float
     backward: float
@@ -272,7 +271,7 @@ def layer(
     elementwise: Elementwise,
     attended: tuple[float, float],
 ) -> Seconds:
-    """One layer, one micro-batch, of its parts."""
+    """One layer and one micro-batch, composed from its parts."""
     forward, inputs, weights, dense, routed = multiplied
     attend, attend_back = attended
     pointwise = elementwise.forward
@@ -297,16 +296,16 @@ def layer(
 
 
 def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
-    """Forward and backward, on average over the model's layers."""
+    """Seconds of attention forward and backward, averaged over the model's layers."""
     if stack.attention == "unfused":
-        # All of the square is computed, and its scores go through memory.
+        # The whole square is computed, and its scores go through memory.
         scores = share.sequences * (model.heads // share.tp) * share.seq**2
         flops = 4.0 * scores * model.head_dim
         move = [kernels.moved(scores * size * stack.fusion) for size in SCORES]
         return kernels.batched(flops) + move[0], 2 * kernels.batched(flops) + move[1]
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
-        # Only the pairs that are visible; the vendor's kernel knows no windows (models/varlen.py).
+        # Only visible pairs count; the vendor's kernel does not support windows (models/varlen.py).
         by_turns = share.turns > 1 and stack.ring == "flash"
         kernel = "flash" if (windowed or by_turns) and stack.kernel == "fused" else stack.kernel
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
@@ -322,7 +321,7 @@ def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -
 
 
 def merging(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
-    """What the turns of a ring add up, forward and backward."""
+    """Seconds of merging the steps of a ring, forward and backward."""
     if share.turns == 1:
         return 0.0, 0.0
     query, key = head_widths(model, share.tp)
@@ -331,7 +330,9 @@ def merging(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> 
 
 
 def capped_attention(model: Model, kernels: Kernels, flops: float, windowed: bool) -> tuple[float, float]:
-    """Forward and backward, where scores are capped: plain products, of blocks that are twice as long as a window."""
+    """Seconds of attention with capped scores, forward and backward: plain products, on blocks twice as long as a
+    window.
+    """
     computed = flops * (2 if windowed else 1)
     scores = computed / (4 * model.head_dim)
     return (
@@ -379,7 +380,7 @@ def tokens_of(model: Model, share: LayerShare) -> Tokens:
 
 
 def head_widths(model: Model, tp: int) -> tuple[int, int]:
-    """A rank's width of queries, and of keys."""
+    """A rank's widths of queries and of keys."""
     return model.heads // tp * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
 
 
@@ -388,7 +389,7 @@ def inner_width(model: Model, share: LayerShare) -> float:
     experts = model.experts if share.experts else None
     if experts is None:
         return model.ffn / share.tp
-    # Tokens are also copied to their experts and back, once for each that they use.
+    # Tokens are also copied to each active expert and back.
     return (experts.active * (experts.ffn + 2 * model.hidden) + experts.shared_ffn) / share.tp
 
 
@@ -399,12 +400,12 @@ def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, h
     cast, added = (kernels.moved(rows * model.hidden * each) for each in held)
     inputs = kernels.product(tokens, rows, model.hidden)
     weights = kernels.product(model.hidden, tokens, rows)
-    if stack.loss == "fused":  # all gradients are made with the loss
+    if stack.loss == "fused":  # computes all gradients along with the loss
         return Seconds(product + inputs + weights + move + cast, 0.0, added, 0.0, 0.0)
     return Seconds(product + move / 2 + cast, inputs + move / 2, weights + added, 0.0, 0.0)
 
 
 def embedding(model: Model, kernels: Kernels, tokens: int) -> Seconds:
-    """A lookup, and the sum of its gradients."""
+    """A lookup, and the accumulation of its gradients."""
     move = kernels.moved(tokens * model.hidden * kernels.width * 4)
     return Seconds(move, 0.0, move, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Fit latency and bandwidth to measured collectives: for each operation, and for the link that the planner prices."""
+"""Fit latency and bandwidth to measured collectives: per operation, and for the link rates that the planner uses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from shoal.facts.calibration import LinkRates
 from shoal.predict.time.links import ROUNDS
 
-# What a training step does most, and what a link's rates are fitted to.
+# The most frequent collectives of a training step, to which a link's rates are fitted.
 PRICED = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
 class TimedCollective(NamedTuple):
-    """One operation over a largest buffer of so many bytes, in a group of so many ranks."""
+    """One timed operation: its largest buffer in bytes, and the number of ranks."""
 
     op: str
     ranks: int
@@ -32,7 +32,7 @@ class TimedCollective(NamedTuple):
 
 
 def bus_share(op: str, ranks: int) -> float:
-    """Of a call's largest buffer, the part that passes a rank's link in one direction, by a ring."""
+    """The part of a call's largest buffer that passes a rank's link in one direction, with a ring."""
     others = (ranks - 1) / ranks
     return {"all_reduce": 2 * others, "send": 1.0, "broadcast": 1.0, "reduce": 1.0}.get(op, others)
 
@@ -44,16 +44,16 @@ class OperationFit:
     op: str
     ranks: int
     latency: float
-    bandwidth: float  # bytes/s of the bus
-    worst: float  # the largest relative difference between a measured time and the line
+    bandwidth: float  # bytes/s on the bus
+    worst: float  # the largest relative error of the fit
 
     def seconds(self, size: int) -> float:
         return self.latency + size * bus_share(self.op, self.ranks) / self.bandwidth
 
 
 def fit_operation(calls: Sequence[TimedCollective]) -> OperationFit:
-    """The line of one operation's times with the least relative error: small messages tell the latency as much as
-    large ones tell the bandwidth. Neither is below zero; with one size all of its time is bandwidth."""
+    """Fit one operation with the least relative error, so that small messages determine the latency as much as large
+    ones the bandwidth. Neither is negative; with a single size, all of its time is bandwidth."""
     op, ranks = calls[0].op, calls[0].ranks
     moved = [call.bytes * bus_share(op, ranks) for call in calls]
     weights = [1 / call.seconds**2 for call in calls]
@@ -66,7 +66,7 @@ def fit_operation(calls: Sequence[TimedCollective]) -> OperationFit:
     )
     per_byte = slope / spread if spread else 0.0
     latency = time - per_byte * middle
-    if latency < 0 or per_byte <= 0:  # noise; then through the origin
+    if latency < 0 or per_byte <= 0:  # noise; fit through the origin
         latency = 0.0
         squares = sum(weight * x * x for weight, x in zip(weights, moved, strict=True))
         products = sum(
@@ -90,9 +90,9 @@ def fit_operations(calls: Sequence[TimedCollective]) -> dict[str, OperationFit]:
 
 
 def link_rates(calls: Sequence[TimedCollective], source: str) -> LinkRates | None:
-    """The rates of the link between these ranks, as ``predict/time/links.py`` uses them; None where calls are missing.
+    """The link rates between these ranks, as ``predict/time/links.py`` uses them; None if measurements are missing.
 
-    A latency is one start and, for each rank that is passed, a hop: an all-reduce passes each rank twice.
+    A latency is one start plus one hop for each rank passed: an all-reduce passes each rank twice.
     """
     fits = fit_operations(calls)
     if len({call.bytes for call in calls}) < 2 or not set(PRICED) <= fits.keys():
@@ -104,6 +104,7 @@ def link_rates(calls: Sequence[TimedCollective], source: str) -> LinkRates | Non
     hop = max(0.0, (latency["all_reduce"] - latency["all_gather"]) / between)
     start = max(0.0, statistics.median(latency[op] - passes[op] * hop for op in PRICED))
     bandwidth = statistics.median(fits[op].bandwidth for op in PRICED)
-    # gloo sums whole buffers where a reduce-scatter is asked for: twice a ring's bytes, and others' bandwidth hides it.
+    # gloo reduces whole buffers for a reduce-scatter: twice a ring's bytes, which its own bandwidth shows and the
+    # others' hides.
     reached = {op: fits[op].bandwidth / bandwidth for op in (*PRICED, "all_to_all") if op in fits}
     return LinkRates(share=1.0, hop=hop, start=start, bandwidth=bandwidth, operations=reached, source=source)

@@ -1,7 +1,7 @@
-"""Kernel time on a calibrated device, interpolated from measured shapes.
+"""Kernel times on a calibrated device, interpolated from measured shapes.
 
-A product or an attention that was measured takes as long as it took. Any other one takes what the general model of
-``kernels.py`` says, times how far that was off for measured shapes, the nearest counting most.
+A measured product or attention shape returns its measured time. Any other shape returns the general model of
+``kernels.py`` times that model's error at measured shapes, with the nearest weighing most.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shoal.facts.cluster.devices import Precision
 from shoal.predict.time.kernels import Kernels
 from shoal.predict.time.operators import OperatorWork, Widths
 
-# What a shape far from all measured ones hears from each falls with this power of its distance.
+# A measured shape's weight falls with this power of its distance.
 FALLOFF = 4
-# Distances are counted in doublings; below this one two shapes are the same.
+# Distances are in doublings; shapes closer than this are the same.
 SAME = 1e-3
-# A kernel for head size 64 is another one than that for 128, so a doubling there counts as several.
+# Head size 64 uses another kernel than 128, so a doubling there counts as several.
 HEAD_SIZE_APART = 4.0
-# How often an optimizer reads and writes a weight or a state, beside its gradient. SGD keeps one moment, not two; those
-# that are operators one after another read and write what is on the way as well.
+# How often an optimizer reads and writes a weight or state, besides its gradient. SGD keeps one moment instead of two;
+# optimizers that run operator by operator read and write temporaries as well.
 PASSES = {"adamw": 6, "sgd": 4, "lion": 24, "muon": 26, "adafactor": 29}
 
 Place = tuple[float, ...]
@@ -31,9 +31,9 @@ Place = tuple[float, ...]
 
 @dataclass
 class Correction:
-    """How far off a model was at some places, and so may be near them."""
+    """A model's error at measured places, interpolated in between."""
 
-    known: list[tuple[Place, float]]  # logarithms of measured over modelled
+    known: list[tuple[Place, float]]  # with log(measured / modelled)
 
     def at(self, place: Place) -> float:
         total = weighed = 0.0
@@ -46,7 +46,7 @@ class Correction:
 
 
 class MeasuredKernels(Kernels):
-    """The kernels of one measured device, as Shoal's own engine starts them at one precision."""
+    """The kernels of one calibrated device, as launched by Shoal's own engine at one precision."""
 
     def __init__(
         self,
@@ -56,20 +56,20 @@ class MeasuredKernels(Kernels):
         widths: Widths,
         shared: float = 1.0,
     ) -> None:
-        """``shared``: ranks that share what was measured as one device, as those of a CPU share its cores."""
+        """``shared``: ranks that share what was measured as one device, such as a CPU's cores."""
         like: Precision = "bf16" if precision == "fp16" else precision
         peak = measured.peaks.get(like) or measured.peaks.get("fp32") or 1e12
         super().__init__(rates.device, peak, measured.bandwidth, widths.compute)
         self.widths, self.shared = widths, shared
-        # What was not measured at this precision takes as long as the same bytes do at another.
+        # Parts not measured at this precision take as long as the same bytes at another.
         self.parts: dict[str, Curve] = {}
         for other in (*(name for name in measured.parts if name != like), like):
             self.parts.update(measured.parts.get(other, {}))
         self.host = measured.host
-        # With everything else in few kernels a step is as near to the power limit as products alone: there they are as
-        # much slower than among other kernels as a large one was. Of fp32 the limit was not reached.
+        # With few kernels besides products, a step runs as close to the power limit as products alone: products are
+        # then slower by what a large one lost when sustained. fp32 did not reach the limit.
         self._at_limit = max(1.0, measured.mixed / measured.sustained) if like == "bf16" else 1.0
-        # Tiles of tensor cores say nothing of products that these do not compute, and which fill a device evenly.
+        # The tile model does not apply to products without tensor cores, which fill a device evenly.
         self._tiles = like != "fp32" or "bf16" not in measured.peaks
         seen = [one.flops / one.seconds for one in measured.products.get(like, ())]
         self._fastest = max(seen, default=peak * rates.device.matmul) / shared
@@ -103,7 +103,7 @@ class MeasuredKernels(Kernels):
             seconds = self._modelled(rows, inner, columns, groups)
             if self._off[way].known:
                 seconds *= self._off[way].at(_shape(rows, inner, columns))
-            # Never faster than the fastest that was seen.
+            # Never faster than the fastest product seen.
             least = 2.0 * groups * rows * inner * columns / self.fastest
             known = self._shapes[key] = max(self.shared * seconds, least)
         return known
@@ -116,10 +116,11 @@ class MeasuredKernels(Kernels):
     def attended(
         self, shape: tuple[int, int, int, int, int], flops: float, flash: bool = False
     ) -> tuple[float, float]:
-        """Forward and backward of causal attention: (head size, heads, key heads, length, sequences).
+        """Seconds of causal attention, forward and backward; ``shape``: (head size, heads, key heads, length,
+        sequences).
 
-        Measured is attention without a window. With one, and in a ring, it is flash's kernel, slower by as much as its
-        built-in rate is lower.
+        Measured without a window. With a window, or in a ring, the flash kernel is used, which is slower by the ratio
+        of the built-in rates.
         """
         if not self.attends:
             forward, backward = self.attention("flash" if flash else "fused", flops, shape[0])
@@ -148,9 +149,10 @@ class MeasuredKernels(Kernels):
         return self.shared * super().moved(size)
 
     def updated(self, elements: float, optimizer: str, copied: bool, gradient: float) -> float:
-        """The norm of gradients of that many bytes each, and the optimizer, over so many parameters.
+        """Seconds of the gradient norm and the optimizer over ``elements`` parameters; ``gradient``: bytes of each
+        gradient.
 
-        ``copied``: and their working copies, which AdamW writes in the same pass.
+        ``copied``: with working copies, which AdamW writes in the same pass.
         """
         states, compute = self.widths.states, self.widths.compute
         passes = PASSES[optimizer]
@@ -172,7 +174,7 @@ def _heads(one: Attended) -> Place:
 
 
 def _place(head_dim: int, heads: int, kv_heads: int, seq: int, sequences: int) -> Place:
-    """How wide, how long, how many at once; shared keys hardly matter."""
+    """Coordinates for interpolation: width, length and count; how keys are shared hardly matters."""
     return (
         HEAD_SIZE_APART * log2(head_dim),
         log2(seq),

@@ -1,6 +1,6 @@
 """Time of Shoal's own layers on a calibrated device: every operator at its measured rate.
 
-The operators that only move bytes are those of ``predict/time/operators.py``.
+``predict/time/operators.py`` lists the operators that only move bytes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import NOTHING, Widths
 from shoal.predict.workload import Workload
 
-# torch's kernel that copies 16 bits to 32 reads and writes memory less well than those that keep or halve the width:
-# 1.8 of 4.3 TB/s on an H200.
+# torch's 16-to-32-bit copy kernel uses memory less well than those that keep or halve the width: 1.8 of 4.3 TB/s on an
+# H200.
 WIDENING = 2.4
 
 
 def handling(
     widths: Widths, recipe: Recipe, rests: Rests, micro_batches: int, narrow: bool = False
 ) -> Passes:
-    """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to.
+    """Bytes moved per parameter and micro-batch. The first micro-batch's gradients have nothing to be added to.
 
-    A gradient is widened to its parameter's state, unless it stays as it was computed (``narrow``). A parameter that is
-    wider than its state is cast where it is used.
+    A gradient is widened to its parameter's state, unless it stays in the compute precision (``narrow``). A parameter
+    wider than its state is cast on use.
     """
     if rests == "gathered" or (narrow and widths.compute < widths.states):
         return NONE
@@ -77,24 +77,24 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
             compiled_dropout(features) if share.compiled else operators.dropout(features, kernels.widths)
         )
     whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
-    # What is repeated ends before the last product, whose result no gradient needs, but that of a norm behind it.
+    # Recomputation ends before the last product, whose output no gradient needs except that of a norm behind it.
     again = whole - kernels.works(moved.last)
     return Seconds(
         whole,
         inputs + attend_back + kernels.works(moved.backward) + kernels.works(dropped.backward),
         weights + cast_back,
-        # A compiled pass makes elementwise results anew where it reads them.
+        # A compiled pass recomputes elementwise results where it reads them.
         attend if share.compiled else again - forward,
         again if model.output_norms else again - last,
     )
 
 
 def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
-    """Forward and backward, on average over the model's layers."""
+    """Seconds of attention forward and backward, averaged over the model's layers."""
     query, key = head_widths(model, share.tp)
     length = ring.turn_length(share.seq, share.turns)
     shape = model.head_dim, query // model.head_dim, key // model.head_dim, length, share.sequences
-    # What was measured at a turn's length has its start and end in it.
+    # A measurement at a ring step's length includes the kernel's start and end.
     longer = 1.0 if kernels.attends else ring.shorter(share.seq, share.turns)
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
@@ -120,7 +120,7 @@ def head(
 ) -> Seconds:
     """Every chunk of tokens has three products of its own, all in the forward pass.
 
-    ``once``: one kernel goes over logits of a whole vocabulary.
+    ``once``: one kernel covers the logits of the whole vocabulary.
     """
     hidden, taken = model.hidden, min(tokens, tokens_at_once(rows))
     loss = operators.LOSS_AT_ONCE if once and rows == model.vocab else operators.LOSS
@@ -134,7 +134,7 @@ def head(
 def embedding(
     model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes, tied_here: bool
 ) -> Seconds:
-    """``tied_here``: the head's gradient is this matrix's as well, and is kept with it."""
+    """``tied_here``: the head's gradient belongs to this matrix too, and is stored with it."""
     moved = operators.embedding(model, tokens, rows, _at_use(kernels, held), tied_here)
     added = 0.0 if tied_here else held.backward - held.forward
     kept = operators.matrices(1, rows * model.hidden, added)
@@ -143,12 +143,12 @@ def embedding(
 
 
 def _at_use(kernels: MeasuredKernels, held: Passes) -> Widths:
-    """Where nothing is cast at its use, parameters come in the compute precision."""
+    """If nothing is cast on use, parameters come in the compute precision."""
     return kernels.widths if held.forward else kernels.widths._replace(states=kernels.widths.compute)
 
 
 def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
-    """Seconds that one device computes in a step, without what it repeats: matrix products, and attention."""
+    """Device seconds per step without recomputation: matrix products, and attention."""
     model, tokens = workload.model, workload.tokens
     share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, FREE)
     compiled = workload.compiled

@@ -1,7 +1,7 @@
 """Every operator of Shoal's network besides matrix products and attention, with the bytes it moves.
 
-The network runs operator by operator, so each one reads its inputs from memory and writes its result there. What is
-listed here is what torch's autograd really issues; a test counts the operators of the running network and compares.
+The network runs operator by operator, so each reads its inputs from memory and writes its result there. The lists
+follow what torch's autograd issues; a test counts the operators of the running network and compares.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from shoal.facts.model import Model
 class Operator(NamedTuple):
     """Passes over a tensor: reads and writes of all its elements, at the compute width and at the wide one.
 
-    Operators on a number a row, or on a vector, have no passes: they cost a launch.
+    Operators on one number per row, or on a vector, have no passes: they only cost a launch.
     """
 
     name: str
     narrow: float = 0
     wide: float = 0
-    # Whether it is always there; where activations are narrower than what they are computed in; or where parameters
-    # rest in another precision than activations have.
+    # Present always; if activations are narrower than the precision they are computed in; or if parameters are stored
+    # in another precision than activations.
     when: Literal["always", "narrow", "cast"] = "always"
 
 
 class Widths(NamedTuple):
-    """Bytes of an element."""
+    """Bytes per element."""
 
     compute: int  # activations
     states: float  # parameters and their gradients
 
     @property
     def wide(self) -> int:
-        """What norms, rotations and the loss compute in."""
+        """The precision in which norms, rotations and the loss compute."""
         return max(4, self.compute)
 
     @property
@@ -45,9 +45,9 @@ class Widths(NamedTuple):
 
 
 class OperatorWork(NamedTuple):
-    """Operators of one kind, one way."""
+    """Operators of one kind, in one direction."""
 
-    part: str  # as a calibration measures it
+    part: str  # the name under which a calibration measures it
     bytes: float
     operators: int
 
@@ -55,7 +55,7 @@ class OperatorWork(NamedTuple):
 _CAST = Operator("to", 1, 1, "narrow")
 _VECTOR = Operator("cast bias", when="cast")
 
-# models/norm.py: per element of what is normed.
+# models/norm.py: per normed element.
 RMS_FORWARD = (
     _CAST,
     Operator("square", wide=2),
@@ -96,7 +96,7 @@ LAYER_BACKWARD = (
     Operator("cast weight's gradient", when="cast"),
     Operator("cast bias's gradient", when="cast"),
 )
-# models/rotary.py: per element that turns. Each half of a head is multiplied by cosine and by sine.
+# models/rotary.py: per rotated element. Each half of a head is multiplied by cosine and by sine.
 _HALF = Operator("multiply half", narrow=0.5, wide=0.5)
 _WIDE_HALF = Operator("multiply half", wide=1)
 _NARROW_HALF = Operator("to", 0.5, 0.5, "narrow")
@@ -112,7 +112,8 @@ ROTARY_BACKWARD = (
     Operator("add halves", narrow=1.5),
     Operator("add halves", narrow=1.5),
 )
-# Per element of whole heads, turning or not: the parts put together; in the backward pass also laid out by token again.
+# Per element of whole heads, rotated or not: the parts concatenated; in the backward pass also laid out by token
+# again.
 JOINED_FORWARD = (Operator("concatenate", narrow=2),)
 JOINED_BACKWARD = (Operator("concatenate", narrow=2), Operator("copy", narrow=2))
 # models/decoder.py: per element of the MLP's inner width.
@@ -126,10 +127,10 @@ PLAIN_FORWARD = (Operator("activation", narrow=2),)
 PLAIN_BACKWARD = (Operator("activation backward", narrow=3),)
 # models/logits.py: per logit.
 LOSS = (Operator("token statistics", narrow=1), Operator("logits to gradients", narrow=2))
-# Both in one kernel (``facts/logits.py``).
+# Both fused into one kernel (``facts/logits.py``).
 LOSS_AT_ONCE = (Operator("logits to gradients", narrow=2),)
 
-# models/dropout.py: hashes of 8 bytes, mixed step by step in a cache that is about twice as fast as memory.
+# models/dropout.py: 8-byte hashes, mixed step by step in a cache that is about twice as fast as memory.
 MASK_OPERATORS = 15
 MASK_BYTES = MASK_OPERATORS * 16 / 2
 
@@ -141,7 +142,7 @@ SUM = Operator("sum", narrow=1)
 
 
 def moved(part: str, operators: Iterable[Operator], elements: float, widths: Widths) -> OperatorWork:
-    """All of these operators over so many elements."""
+    """The work of all these operators over ``elements``."""
     gone = {"narrow": widths.compute == widths.wide, "cast": not widths.casts}
     there = [one for one in operators if not gone.get(one.when)]
     size = sum(one.narrow * widths.compute + one.wide * widths.wide for one in there)
@@ -149,7 +150,7 @@ def moved(part: str, operators: Iterable[Operator], elements: float, widths: Wid
 
 
 class Tokens(NamedTuple):
-    """What one rank has of a micro-batch and of a layer's widths."""
+    """One rank's tokens of a micro-batch, and its widths of a layer."""
 
     inside: float  # tokens that its products see
     between: float  # tokens between attention and MLP: a part, with sequence parallelism
@@ -161,13 +162,13 @@ class Tokens(NamedTuple):
 class BlockOperators(NamedTuple):
     forward: list[OperatorWork]
     backward: list[OperatorWork]
-    # What recomputation does not repeat: it stops when the last tensor that was not kept is there again, which is
-    # before the last product and what follows it.
+    # What recomputation does not repeat: it stops once the last unsaved tensor is restored, which is before the last
+    # product and what follows it.
     last: list[OperatorWork]
 
 
 def block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
-    """One layer, one micro-batch; not its matrices, which are cast and summed as ``matrices`` says."""
+    """One layer, one micro-batch; without its matrices, whose casts and sums ``matrices`` counts."""
     tokens, hidden, stream = mine.inside, model.hidden, mine.between * model.hidden
     norm, norm_back = _norm(model, stream, widths)
     norms = 4 if model.output_norms else 2
@@ -180,14 +181,15 @@ def block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
             ahead, back = rotary(heads, heads * model.rope_fraction, widths, model.head_dim)
             forward, backward = [*forward, ahead], [*backward, back]
     if model.positions == "rotary":
-        # Attention answers head by head, as it was asked; the projection reads token by token.
+        # Attention's output is laid out by head, like its inputs; the projection reads by token.
         forward.append(moved("copy", [COPY], tokens * mine.query, widths))
     gate = (GATE_FORWARD, GATE_BACKWARD) if model.gated else (PLAIN_FORWARD, PLAIN_BACKWARD)
     forward.append(moved("gate", gate[0], tokens * mine.inner, widths))
     backward.append(moved("gate backward", gate[1], tokens * mine.inner, widths))
     residual = moved("add", [ADD], stream, widths)
     forward += [residual, residual]
-    # Gradients of what several read: the stream by norm and sum, queries, keys and values, gate and up.
+    # Gradients of tensors with several readers are summed: the stream by norm and residual sum, queries, keys and
+    # values, gate and up.
     backward += [residual, residual]
     backward += [moved("add", [ADD], tokens * hidden, widths)] * (3 if model.gated else 2)
     for elements in biased(model, mine):
@@ -213,7 +215,9 @@ def _norm(
 def rotary(
     elements: float, turning: float, widths: Widths, head_dim: int
 ) -> tuple[OperatorWork, OperatorWork]:
-    """Halves of heads lie apart in memory, and narrow ones are read less well: those are a part of their own."""
+    """The halves of a head are apart in memory, and narrow ones are read less efficiently: those are a part of their
+    own.
+    """
     size = "wide " if head_dim >= WIDE_HEAD else ""
     ways = []
     for part, turned, joined in (
@@ -226,7 +230,7 @@ def rotary(
 
 
 def biased(model: Model, mine: Tokens) -> list[float]:
-    """Elements that are summed over tokens for the gradients of biases."""
+    """Elements summed over tokens for the gradients of biases."""
     widths: list[float] = []
     if model.qkv_bias:
         widths += [mine.query, mine.key, mine.key]
@@ -238,17 +242,17 @@ def biased(model: Model, mine: Tokens) -> list[float]:
 
 
 def matrices(count: int, elements: float, each: float) -> list[OperatorWork]:
-    """So many matrices, together of so many elements, for each of which so many bytes move: casts, and sums."""
+    """Work of ``count`` matrices with ``elements`` in total, moving ``each`` bytes per element: casts, and sums."""
     return [OperatorWork("weights", elements / count * each, 1)] * count if each else []
 
 
 def cast(elements: float, widths: Widths) -> list[OperatorWork]:
-    """A tensor to the compute width, or its gradient back."""
+    """Cast a tensor to the compute width, or its gradient back."""
     return matrices(1, elements, widths.states + widths.compute) if widths.casts else []
 
 
 def summed(elements: float, widths: Widths) -> list[OperatorWork]:
-    """A parameter's gradient added to another."""
+    """Add a parameter's gradient to another."""
     return matrices(1, elements, 3 * widths.states)
 
 
@@ -260,9 +264,9 @@ class EndOperators(NamedTuple):
 def head(
     model: Model, tokens: int, rows: int, widths: Widths, loss: tuple[Operator, ...] = LOSS
 ) -> EndOperators:
-    """The last norm, the loss over ``rows`` of the vocabulary, and what becomes of the head's weight.
+    """The last norm, the loss over ``rows`` of the vocabulary, and the casts and sums of the head's weight.
 
-    All gradients are made with the loss, chunk by chunk.
+    All gradients are computed with the loss, chunk by chunk.
     """
     at_once = tokens_at_once(rows)
     sizes = [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
@@ -271,7 +275,7 @@ def head(
     matrix = rows * model.hidden
     forward += cast(matrix, widths)
     if len(sizes) > 1:
-        # The first chunk's gradient of the weight is written wide, the others' are added to it as they are computed.
+        # The first chunk's weight gradient is written wide, the others' are added to it as they are computed.
         forward += matrices(1, matrix, widths.wide - widths.compute)
         forward += matrices(len(sizes) - 1, matrix * (len(sizes) - 1), 2 * widths.wide - widths.compute)
         forward += matrices(1, matrix, widths.wide + widths.states if widths.states < widths.wide else 0)
@@ -281,7 +285,7 @@ def head(
 
 
 def embedding(model: Model, tokens: int, rows: int, widths: Widths, joined: bool) -> EndOperators:
-    """Rows looked up, and their gradients summed into a whole matrix. ``joined``: added to the head's, tied to it."""
+    """Rows looked up, and their gradients accumulated into a whole matrix. ``joined``: added to the tied head's."""
     elements = tokens * model.hidden
     forward = [OperatorWork("lookup", 2 * elements * widths.states, 1)]
     backward = [OperatorWork("lookup backward", (elements + rows * model.hidden) * widths.states, 1)]
@@ -304,7 +308,7 @@ NOTHING = EndOperators([], [])
 
 
 def dropout(elements: float, widths: Widths) -> EndOperators:
-    """A mask of hashes, a byte an element, over so many; scaled and dropped, forward and backward."""
+    """A mask of hashes with one byte per element; scaled and applied, forward and backward."""
     mask = OperatorWork("mask", MASK_BYTES * elements, MASK_OPERATORS)
     each = moved("add", [COPY, COPY], elements, widths)
     return EndOperators([mask, each], [each])
@@ -312,7 +316,7 @@ def dropout(elements: float, widths: Widths) -> EndOperators:
 
 @lru_cache(maxsize=256)
 def operators(model: Model, widths: Widths) -> tuple[int, int]:
-    """How many a layer starts, forward and backward, with products and attention."""
+    """Operators per layer, forward and backward, including products and attention."""
     found = block(model, Tokens(1, 1, 1, 1, 1), widths)
     products = product_count(model)
     forward, backward = (sum(work.operators for work in way) for way in (found.forward, found.backward))
@@ -321,12 +325,12 @@ def operators(model: Model, widths: Widths) -> tuple[int, int]:
 
 
 def tensors(model: Model) -> int:
-    """Parameters that an update goes through, one by one."""
+    """Number of parameters that an update goes through one by one."""
     norms = (4 if model.output_norms else 2) * (1 if model.norm == "rms" else 2) + 2 * model.qk_norm
     biases = len(biased(model, Tokens(1, 1, 1, 1, 1)))
     return model.layers * (product_count(model) + norms + biases) + 2
 
 
 def product_count(model: Model) -> int:
-    """Of a dense layer: queries, keys, values, the way out of attention; the ways into the MLP and out."""
+    """Products of a dense layer: queries, keys, values, attention's output; the MLP's inputs and output."""
     return 7 if model.gated else 6

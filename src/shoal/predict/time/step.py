@@ -1,6 +1,6 @@
 """Step time: compute, exposed communication, bubble, optimizer, offload.
 
-Times are those of the rank whose stage takes longest; with the pipeline's idle time they add up to the step.
+Times are those of the rank with the slowest stage; with the pipeline's idle time they add up to the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.predict.time import context, expert
 from shoal.predict.time import host as hosts
 from shoal.predict.time.bubble import idle
 
-# Who prices a step also makes its bench.
+# Re-exported: callers that price a step also build its cost model.
 from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
 from shoal.predict.time.layer import Handling, LayerShare, Rests, Seconds
@@ -35,14 +35,14 @@ from shoal.predict.time.offload import Beside, Offloadable, Shares, Transfer, tr
 from shoal.predict.traffic import calls
 from shoal.predict.workload import Workload
 
-# Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
-# but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
-# reads the gradient, then reads and writes it.
-# Lion, Muon and Adafactor are no kernels but operators one after another, each of which reads and writes.
+# Bytes that the optimizer moves per updated parameter: AdamW reads gradient, weight and two moments and writes all but
+# the gradient (with a master copy the gradient is half as wide, and the weight is written twice). Clipping reads the
+# gradient, then reads and writes it.
+# Lion, Muon and Adafactor run operator by operator instead of as one kernel, so each operator reads and writes.
 OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0, "lion": 100.0, "muon": 110.0, "adafactor": 120.0}
 CLIPPING_BYTES = {"cast": 12.0, "master": 6.0, "working": 12.0}
 
-# Between a part of the sequence and all of it.
+# Collectives between a part of the sequence and the whole of it.
 SEQUENCE_OPS = ("all_gather", "reduce_scatter")
 
 ALWAYS = ("forward", "backward", "recompute")
@@ -50,9 +50,9 @@ ALWAYS = ("forward", "backward", "recompute")
 
 @dataclass(slots=True)
 class StepTime:
-    """Where the seconds of one step go."""
+    """The time ledger: where the seconds of one step go."""
 
-    compute: float  # forward and backward, on the device
+    compute: float  # forward and backward on the device
     recompute: float
     exposed_comm: float
     bubble: float
@@ -76,14 +76,14 @@ class StepTime:
 
 @dataclass(slots=True)
 class RankTime:
-    """One micro-batch on one rank of the pipeline, and what happens once a step."""
+    """Time of one micro-batch on one pipeline rank, plus what happens once per step."""
 
     compute: float
     recompute: float
     exposed: float
     other: float
-    once: float  # exposed communication once a step
-    lead: float  # of the host
+    once: float  # exposed communication once per step
+    lead: float  # seconds that the host is ahead
     links: dict[str, float]
     beside: Beside
 
@@ -93,7 +93,7 @@ class RankTime:
 
 
 def step(workload: Workload, on: CostModel | None = None) -> StepTime:
-    """The time ledger."""
+    """Compute the time ledger."""
     on = on or cost_model(workload)
     layout, model = workload.layout, workload.model
     kinds = stage_kinds(model, layout.pp, layout.chunks, layout.schedule, workload.cut_by)
@@ -103,7 +103,7 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
     waits = idle(layout.schedule, layout.pp, layout.chunks, times)
     bubble = messages = 0.0
     if layout.pp > 1:
-        # What the other ranks take, on the way to the slowest and back.
+        # The time of all other ranks, between the pipeline's ends and the slowest rank.
         others = sum(count * rank.micro_batch for rank, count in ranks) - slowest.micro_batch
         bubble = waits.work * others / (layout.pp - 1)
         steady = 2 * layout.chunks * times if on.stack.waits_for_messages and layout.chunks > 1 else 0
@@ -130,19 +130,19 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
 
 
 class RankKind(NamedTuple):
-    """Ranks of a pipeline that compute alike."""
+    """Pipeline ranks with the same computation."""
 
     dense: int  # layers without experts
-    sparse: int  # and with them
+    sparse: int  # layers with experts
     first: bool
     last: bool
-    ranks: int  # how many they are
+    ranks: int  # number of such ranks
     stage: int  # one of them
 
 
 @cache
 def stage_kinds(model: Model, pp: int, chunks: int, schedule: str, seq: int | None) -> tuple[RankKind, ...]:
-    """Ranks of a pipeline that differ in what they compute."""
+    """The pipeline's ranks, grouped by what they compute."""
     seen: dict[tuple[int, int, bool, bool], list[int]] = {}
     for stage in range(pp):
         stages = stages_here(model, pp, chunks, schedule, seq, stage)
@@ -153,7 +153,7 @@ def stage_kinds(model: Model, pp: int, chunks: int, schedule: str, seq: int | No
 
 
 def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
-    """What one micro-batch takes on one rank, and what it does once a step."""
+    """Time of one micro-batch on one rank, and of its once-per-step work."""
     layout, model, stack = workload.layout, workload.model, on.stack
     here = rank_parameters(layout, model, workload.cut_by, stage)
     body, ends = _computed(workload, on, here)
@@ -168,7 +168,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         for way, seconds in ways.items():
             spent[way][group] = seconds
 
-    # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
+    # The host launches every layer's kernels; that time is hidden where the device is slower.
     host = hosts.of_layer(on, layout.recompute, workload.compiled, _turns(layout))
     times = here.layers * hosts.spread(layout.tp)
     within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
@@ -186,8 +186,8 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
     for phase in ALWAYS:
         for group, seconds in spent[phase].items():
             links[group] = links.get(group, 0.0) + seconds
-    # What data ranks exchange travels beside the computation, and slows it. The first unit that is gathered, and the
-    # last whose gradients are summed, have nothing to hide behind.
+    # Data ranks' collectives overlap the computation and slow it down. The first unit gathered, and the last one whose
+    # gradients are reduced, have nothing to overlap with.
     for beside, computed in (("beside forward", forward), ("beside backward", backward + again)):
         total = sum(spent[beside].values())
         if total:
@@ -212,7 +212,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
 
 
 def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[Seconds, Seconds]:
-    """Device time of one micro-batch: of this rank's layers; of embedding and head."""
+    """Device time of one micro-batch: this rank's layers; embedding and head."""
     layout, model, tokens = workload.layout, workload.model, workload.tokens
     handled = _handled(workload, on)
     sums = [0.0] * 5
@@ -229,7 +229,7 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
         found = on.head(tokens, rows, handled.dense, workload.compiled)
         ends = [a + b for a, b in zip(ends, found, strict=True)]
     if workload.lora is not None:
-        # Frozen weights have no gradients; those of the additions are too small to see.
+        # Frozen weights have no gradients; those of the adapters are negligible.
         sums[2] = ends[2] = 0.0
     elif workload.recipe.freezes:
         every = workload.recipe.model_copy(update={"groups": ()})
@@ -262,7 +262,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
 
 
 def _turns(layout: Layout) -> int:
-    """Of ring attention."""
+    """Steps of ring attention."""
     return layout.cp if layout.cp_kind == "ring" else 1
 
 
@@ -276,7 +276,7 @@ def _handled(workload: Workload, on: CostModel) -> Handling:
 
 
 def rests(sharded: bool, pp: int) -> Rests:
-    """How weights are there during a step; ``sharded`` as FSDP has them."""
+    """How weights are stored during a step; ``sharded`` as in FSDP."""
     if not sharded:
         return "whole"
     return "gathered" if pp == 1 else "kept"
@@ -286,9 +286,9 @@ Spent = dict[str, dict[str, float]]
 
 
 def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent, Spent, dict[str, float]]:
-    """Seconds by what they happen beside, then by group: of one micro-batch, and once a step.
+    """Communication seconds, by what they overlap and then by group: per micro-batch, and once per step.
 
-    Last, of what happens beside a pass for every micro-batch, the longest single call.
+    The third result is the longest single call among those that overlap a pass in every micro-batch.
     """
     spent: Spent = {key: {} for key in (*ALWAYS, "beside forward", "beside backward")}
     once: Spent = {key: {} for key in ("forward", "backward", "nothing")}
@@ -297,7 +297,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
     each_time = workload.layout.pp == 1
     for call in calls(workload, stage):
         if call.phase in ("message", "control") or call.group in ("cp", *EXCHANGES):
-            continue  # of context ranks see ``context``, of experts' ``expert``
+            continue  # ``context`` and ``expert`` price these
         ranks = workload.ranks_of(call.group)
         if call.phase in ALWAYS:
             each = within_pass(on, workload, call, ranks)
@@ -315,7 +315,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
 
 
 def within_pass(on: CostModel, workload: Workload, call: CollectiveCall, ranks: RankGroup) -> float:
-    """One exchange that a pass waits for: ranks arrive apart, and some sort out what they were sent."""
+    """One exchange that a pass waits for: ranks arrive at different times, and some reorder what they receive."""
     each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
     each += on.stack.arrival * (on.links.neighbours(ranks.size, ranks.stride) - 1)
     if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
@@ -324,13 +324,13 @@ def within_pass(on: CostModel, workload: Workload, call: CollectiveCall, ranks: 
 
 
 def beside_products(stack: Stack, sp: bool, call: CollectiveCall) -> float:
-    """The share of a call that is left where tensor ranks exchange the stream beside the products that use it."""
+    """The exposed share of a call when tensor ranks overlap the stream's exchange with the products that use it."""
     hides = sp and call.group == "tp" and call.op in ("all_gather", "reduce_scatter")
     return 1 - stack.tensor_overlap if hides and call.phase in ALWAYS else 1.0
 
 
 def _place(call: CollectiveCall, each_time: bool, layout: Layout) -> tuple[str, bool]:
-    """Beside what a call happens, and whether for every micro-batch."""
+    """What a call overlaps, and whether it happens in every micro-batch."""
     if call.phase in ALWAYS:
         return call.phase, True
     if call.phase == "gather forward":
@@ -348,7 +348,7 @@ def _place(call: CollectiveCall, each_time: bool, layout: Layout) -> tuple[str, 
 
 
 def _message(workload: Workload, on: CostModel) -> float:
-    """One message between neighbours in the pipeline."""
+    """Seconds of one message between pipeline neighbours."""
     layout = workload.layout
     size = workload.tokens * workload.model.hidden * compute_width(workload.recipe)
     _, ranks, stride = workload.ranks_of("pp")
@@ -361,7 +361,7 @@ def _message(workload: Workload, on: CostModel) -> float:
 
 
 def _optimizer(workload: Workload, on: CostModel) -> float:
-    """The update of what the fullest rank owns."""
+    """Seconds of the optimizer on the rank that owns the most."""
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, 0)
     group = workload.groups[DENSE]
     whole = group.sharded.size == 1 or group.zero < 3
@@ -371,7 +371,7 @@ def _optimizer(workload: Workload, on: CostModel) -> float:
 
 
 def orthogonal_seconds(workload: Workload, on: CostModel, here: RankParameters) -> float:
-    """Newton-Schulz's iteration over the matrices that one of the ranks which hold a stage together is dealt."""
+    """Newton-Schulz iterations over the matrices that one rank is dealt."""
     seconds = 0.0
     for shape, count in shapes(workload, here).items():
         short, long = sorted(shape)
@@ -381,9 +381,10 @@ def orthogonal_seconds(workload: Workload, on: CostModel, here: RankParameters) 
 
 
 def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = False) -> float:
-    """Clipping and updating so many parameters.
+    """Seconds of clipping and updating ``elements`` parameters.
 
-    ``whole``: they are not gathered where they are used. ``narrow``: their gradients are as they were computed.
+    ``whole``: weights stay whole instead of being gathered on use. ``narrow``: gradients stay in the compute
+    precision.
     """
     if isinstance(on.kernels, MeasuredKernels):
         widths = on.kernels.widths
@@ -395,8 +396,8 @@ def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = F
 
 
 def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
-    """Bytes that clipping and the optimizer move for a parameter."""
-    # An average reads itself and the weight, and is written.
+    """Bytes that clipping and the optimizer move per parameter."""
+    # The weight average (EMA) reads itself and the weight, and is written.
     average = 12.0 if recipe.ema else 0.0
     each = (
         OPTIMIZER_BYTES[recipe.optimizer] + average + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
@@ -404,9 +405,9 @@ def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     if stack.weights == "master":
         return each
     state, compute = state_width(recipe), compute_width(recipe)
-    # A working copy is written beside the state.
+    # The working copy is written next to the state.
     copy = state + compute if whole and stack.weights == "working" and compute < state else 0.0
-    # Moments in 8 bits are read and written as such.
+    # 8-bit moments are read and written as such.
     lean = 4 * (state - MOMENT_BYTES[recipe.states]) if recipe.blockwise else 0.0
     return each * state / 4 + copy - lean
 
@@ -435,6 +436,6 @@ def _offloadable(workload: Workload) -> Offloadable:
 
 
 def resting_bytes(workload: Workload, here: RankParameters, shards: int) -> float:
-    """Of parameters, trained or frozen, as they are used; each of so many ranks has its share of them."""
+    """Bytes of parameters, trained or frozen, in the compute precision, for one of ``shards`` ranks."""
     elements = trained_with_experts(replace(workload, lora=None), here)
     return elements / shards * compute_width(workload.recipe)

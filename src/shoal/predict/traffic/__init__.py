@@ -1,7 +1,7 @@
 """What one rank communicates in a step, composed from each strategy's traffic.
 
-``calls`` is for planning: cheap, and close where buckets are concerned. ``traffic`` is to the byte and to the call what
-a rank of the running engine is counted to issue.
+``calls`` is for planning: cheap, and approximate in the number of buckets. ``traffic`` matches, to the byte and to the
+call, what a rank of the running engine is counted to issue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.predict.workload import Workload
 
 
 def calls(workload: Workload, stage: int = 0) -> tuple[CollectiveCall, ...]:
-    """What a rank of pipeline rank ``stage`` issues in a step, all its chunks together, equal calls merged."""
+    """The collectives of pipeline rank ``stage`` in a step, over all its chunks, with identical calls merged."""
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, stage)
     return (
         *replicate.calls(workload, here),
@@ -38,7 +38,7 @@ def calls(workload: Workload, stage: int = 0) -> tuple[CollectiveCall, ...]:
 
 
 def _exchanges(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
-    """What needs no list of tensors."""
+    """Traffic that needs no list of tensors."""
     return (
         *tensor.calls(workload, here),
         *context.calls(workload, here),
@@ -50,7 +50,7 @@ def _exchanges(workload: Workload, here: RankParameters) -> tuple[CollectiveCall
 
 
 def _even_sums(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    """The sums beyond the data ranks, each of which takes an even share where states are sharded."""
+    """Reductions over non-data ranks; where states are sharded, each rank reduces an even share."""
     ranks = workload.groups[DENSE].sharded.size
     _, over_tensor, over_copies = trained_parameters(workload, here)
     found = tensor.shared(workload, over_tensor // ranks or None, over_copies // ranks or None)
@@ -61,10 +61,10 @@ def _even_sums(workload: Workload, here: RankParameters) -> list[CollectiveCall]
 
 
 def traffic(workload: Workload, rank: int | None = None) -> list[Traffic]:
-    """One rank's collectives of a step, sorted by operation and group, as ``CollectiveCounter`` counts them.
+    """One rank's collectives of a step, sorted by operation and group, in the form of ``CollectiveCounter``.
 
-    Without ``rank``: of the pipeline ranks the one that moves the most bytes, and there the first rank, which has the
-    largest part of the vocabulary.
+    Without ``rank``: the pipeline rank that moves the most bytes, and there the first rank, which has the largest part
+    of the vocabulary.
     """
     layout = workload.layout
     if rank is None:
@@ -73,7 +73,7 @@ def traffic(workload: Workload, rank: int | None = None) -> list[Traffic]:
 
 
 def busiest_stage(workload: Workload) -> int:
-    """The pipeline rank that moves the most bytes in a step; the first of equals."""
+    """The pipeline rank that moves the most bytes in a step; the first one on a tie."""
     moved = [
         sum(call.bytes * call.count for call in calls(workload, stage)) for stage in range(workload.layout.pp)
     ]
@@ -103,7 +103,7 @@ def _exact(workload: Workload, rank: int) -> list[CollectiveCall]:
 
 
 def merged(found: Iterable[CollectiveCall], workload: Workload, rank: int) -> list[Traffic]:
-    """Calls added up by operation and group, these under the names that a running rank has for them."""
+    """Calls summed by operation and group, with the group names that a running rank uses."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for call in found:
         if call.count:
@@ -114,7 +114,7 @@ def merged(found: Iterable[CollectiveCall], workload: Workload, rank: int) -> li
 
 
 def shown(group: str, workload: Workload, rank: int) -> str:
-    """A group as the counter shows it: by its axis or, where it is none of those, by its ranks."""
+    """A group as the counter shows it: by its axis or, if it is not one, by its ranks."""
     layout, model = workload.layout, workload.model
     if group in ("control", "everyone"):
         return _all_ranks(workload, between_hosts=group == "control")
@@ -131,7 +131,9 @@ def shown(group: str, workload: Workload, rank: int) -> str:
 
 
 def _all_ranks(workload: Workload, between_hosts: bool) -> str:
-    """The group of all ranks is also that of the only axis, where there is but one; hosts of GPUs have their own."""
+    """The name of the group of all ranks, which is that of the axis if there is only one; hosts of GPUs have a group
+    of their own.
+    """
     axes = [axis for axis in AXES if getattr(workload.layout, axis) > 1]
     apart = between_hosts and workload.cluster.device.name != "cpu"
     return axes[0] if len(axes) == 1 and not apart else "world"

@@ -1,18 +1,18 @@
 """Traffic of context parallelism (``cp``): keys and values around a ring, or heads for tokens (Ulysses).
 
-t = a rank's tokens of a micro-batch, c = compute width, q and k the widths of all query and of all key (value) heads of
-a tensor rank. For every layer and micro-batch, over ``cp``:
+t = a rank's tokens of a micro-batch, c = compute width, q and k the widths of all query and of all key (value) heads
+of a tensor rank. For every layer and micro-batch, over ``cp``:
 
     ring      forward   cp - 1 sends and receives of keys with values          t·2k·c
               backward  cp - 1 of keys with values, and cp - 1 of the gradients that others have for them
-    ulysses   forward   all-to-alls of queries and of what attention gives     t·q·c
+    ulysses   forward   all-to-alls of queries and of attention's output       t·q·c
                         and of keys and of values                              t·k·c, k at least a head for every rank
-              backward  the same four, the other way round
+              backward  the same four, in the other direction
 
-Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass; a compiled
-block does that with ``full`` alone, and its ring's messages are all-to-alls in which a rank has something for the next
-one. A loss of whole rows (``facts/losses.py``) sums one 8-byte number a row where the network ends. Gradients of
-parameters are summed over context ranks together with ``fsdp``: see ``shard``.
+Recomputed attention (``recompute``) repeats the exchanges of its forward pass; a compiled block does so only with
+``full``, and its ring uses all-to-alls in which each rank has data for the next one only. A loss over whole rows
+(``facts/losses.py``) reduces one 8-byte number per row at the end of the network. Gradients of parameters are reduced
+over context ranks together with ``fsdp``: see ``shard``.
 """
 
 from __future__ import annotations
@@ -63,32 +63,32 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 
 
 def _without_gradient(workload: Workload, here: RankParameters) -> set[str]:
-    """Of what attention reads in the first block, that which no gradient goes into: nothing trained made it."""
+    """Inputs of attention in the first block that get no gradient, because nothing trained produced them."""
     if workload.lora is None or not here.first:
         return set()
     return {name for name in ATTENDED if name not in workload.lora.targets}
 
 
 def passes(workload: Workload) -> list[Phase]:
-    """In which attention exchanges what it reads."""
+    """The passes in which attention exchanges its inputs."""
     keeps = "none", "selective" if workload.compiled else "none"
     again: list[Phase] = [] if workload.layout.recompute in keeps else ["recompute"]
     return ["forward", "backward", *again]
 
 
 def turn_bytes(workload: Workload) -> int:
-    """Of a ring's message: the keys and values of a rank's tokens, or their gradients."""
+    """Bytes of one ring message: the keys and values of a rank's tokens, or their gradients."""
     _, key, value = _widths(workload.model, workload.layout.tp)
     return workload.tokens * compute_width(workload.recipe) * (key + value)
 
 
 def _widths(model: Model, tp: int) -> tuple[int, int, int]:
-    """Of all queries, keys and values of a token on a tensor rank."""
+    """Widths of all queries, keys and values of a token on a tensor rank."""
     heads, key_heads = model.heads // tp, max(1, model.kv_heads // tp)
     value_dim = model.latent.value_dim if model.latent else model.head_dim
     return heads * model.head_dim, key_heads * model.head_dim, key_heads * value_dim
 
 
 def _mixed(model: Model, tp: int) -> int:
-    """Of what attention gives: a value a query head."""
+    """Width of attention's output: one value head per query head."""
     return model.heads // tp * (model.latent.value_dim if model.latent else model.head_dim)

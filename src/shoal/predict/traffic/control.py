@@ -1,9 +1,9 @@
 """Control traffic of every step: two all-reduces of a few 8-byte numbers over all ranks.
 
-Before the step, between hosts: how many targets it has, and whether a rank was asked to stop. After the backward pass,
-between devices, so that no host waits for its own: losses, what they report beside themselves, and squares of the
-gradients; of a model with experts, for each of its layers that has some, also how many tokens each was sent, and the
-router's two losses. Clipping and the check for non-finite gradients read that norm and send nothing.
+Before the step, between hosts: its number of targets, and whether a rank was asked to stop. After the backward pass,
+between devices so that no host waits for its device: losses, values reported with them, and squared gradient norms;
+for a model with experts also tokens per expert in each expert layer, and the router's two losses. Clipping and the
+check for non-finite gradients use that norm and send nothing.
 """
 
 from __future__ import annotations

@@ -1,29 +1,28 @@
 """Traffic of expert parallelism (``ep``): tokens to their experts and back, and the experts' gradients and states.
 
-Routing is taken to be balanced: what ranks really send depends on it, and a dry run sends as much. t = the tokens of a
-micro-batch (of a tensor group all of them), c = compute width, w = c but at least 4. For every layer with experts and
+Assumes balanced routing: real traffic depends on the router, and a dry run sends the balanced amount. t = tokens of a
+micro-batch (all tokens of a tensor group), c = compute width, w = c but at least 4. For every layer with experts and
 every micro-batch:
 
-    ep > 1           all-to-all over ``ep`` of how many tokens come from whom         8 · experts
+    ep > 1           all-to-all over ``ep`` of token counts                           8 · experts
                      and of tokens to their experts, and of the results back          t · active · hidden / tp · c each
-                     on n nodes, of which a token reaches r in the mean (``facts/expert_load.py``), over ``ep across``
-                     of numbers, tokens and results                                   p · 8 · (experts + n),
+                     on n nodes, of which a token reaches r on average (``facts/expert_load.py``), over ``ep across``
+                     of counts, tokens and results                                    p · 8 · (experts + n),
                                                                        r · t · (hidden / tp + 2 · active) · c, and
                                                                                       r · t · hidden / tp · c
-                     and over ``ep inside`` as over ``ep``, of the node's experts     p · 8 · experts / n, also twice;
+                     and over ``ep inside`` as over ``ep``, for the node's experts    p · 8 · experts / n, also twice;
                      tokens and results in p parts (``facts/layout/expert_nodes.parts_over``)
-    and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
-                     experts made of it
+    and tp > 1       all-gather over ``tp`` of received tokens, reduce-scatter of     t · active · hidden · c each
+                     the experts' outputs
     tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
-    router_aux       all-reduce over ``tp`` (sp=1) and ``cp`` of how many tokens      sequences · experts · w each
-                     experts were sent
+    router_aux       all-reduce over ``tp`` (sp=1) and ``cp`` of tokens per expert    sequences · experts · w each
 
-Backward: the mirror image of what moves tokens or weights; with sp=0 an all-reduce of the weights' gradients. What
-repeats a forward pass repeats all of it.
+Backward mirrors everything that moves tokens or weights; with sp=0 there is also an all-reduce of the weights'
+gradients. Recomputing a forward pass repeats all of its traffic.
 
-Experts live on the fastest ``ep`` ranks of dp·fsdp·cp. The rest of these hold the same experts and treat them as
-other parameters are treated, over what ``ep`` has left of the groups: they shard them as ``zero`` says, the experts
-of ``unit`` layers being a unit of their own, or sum their gradients in buckets. Tensor ranks split every expert's
+Experts live on the fastest ``ep`` ranks of dp·fsdp·cp. The remaining ranks of these axes hold the same experts and
+treat them like other parameters, over what ``ep`` leaves of the groups: they shard them as ``zero`` says, with the
+experts of ``unit`` layers as one unit, or reduce their gradients in buckets. Tensor ranks split every expert's
 features.
 """
 
@@ -50,12 +49,12 @@ from shoal.predict.workload import Workload
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
-    """Close and cheap, where buckets and units are concerned."""
+    """Cheap approximation as far as buckets and units are concerned; the rest is exact."""
     return (*tokens(workload, here), *states(workload, here)) if here.sparse else ()
 
 
 def tokens(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    """What is sent of tokens, and of what the router says of them."""
+    """Collectives that move tokens, and the router's results for them."""
     layout = workload.layout
     times = workload.accumulation * here.sparse
     if not times or (layout.ep == 1 and layout.tp == 1):
@@ -71,7 +70,7 @@ _Part = tuple[str, str, int, int, Phase]
 
 
 def _passes(workload: Workload) -> list[Phase]:
-    """A compiled block keeps what it has received, unless it keeps nothing."""
+    """A compiled block saves what it received, unless it recomputes everything."""
     keeps = ("none", "selective") if workload.compiled else ("none",)
     return ["forward"] if workload.layout.recompute in keeps else ["forward", "recompute"]
 
@@ -81,7 +80,7 @@ def _again(part: _Part, phase: Phase) -> _Part:
 
 
 def _weights(workload: Workload, experts: Experts) -> int:
-    """Of all copies of a micro-batch's tokens."""
+    """Bytes of the routing weights of all token copies in a micro-batch."""
     return workload.tokens * experts.active * max(4, compute_width(workload.recipe))
 
 
@@ -103,7 +102,7 @@ def _forward(workload: Workload) -> Iterator[_Part]:
 
 
 def _counts(workload: Workload, experts: Experts) -> Iterator[_Part]:
-    """How many tokens come."""
+    """Token counts, exchanged before the tokens."""
     across, inside = workload.expert_nodes
     nodes, parts = across.size, workload.expert_parts
     if nodes > 1:
@@ -113,7 +112,7 @@ def _counts(workload: Workload, experts: Experts) -> Iterator[_Part]:
 
 
 def _travelling(workload: Workload, experts: Experts, phase: Phase) -> Iterator[_Part]:
-    """Tokens, and what experts made of them; or the gradients of both."""
+    """Tokens and the experts' outputs; backward, the gradients of both."""
     (across, inside), tp = workload.expert_nodes, workload.layout.tp
     compute, hidden = compute_width(workload.recipe), workload.model.hidden
     for tokens, count in workload.token_parts:
@@ -140,7 +139,7 @@ def _backward(workload: Workload) -> Iterator[_Part]:
 
 
 def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    """Close and cheap: all bytes, in about as many buckets as there are."""
+    """Cheap approximation: exact total bytes, in about the right number of buckets."""
     if not here.sparse:
         return []
     group = workload.groups[EXPERTS]
@@ -162,7 +161,7 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
 
 
 def exact_states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    """Bucket by bucket or unit by unit, of each of a rank's stages."""
+    """Exact collectives by bucket or unit, for each stage of a rank."""
     if not here.sparse:
         return []
     layout, group = workload.layout, workload.groups[EXPERTS]
@@ -201,7 +200,7 @@ def _in_four_bits(workload: Workload) -> bool:
 
 
 def _bucket_count(workload: Workload, here: RankParameters) -> int:
-    """Three tensors a layer, each of all its experts; a bucket takes as many as fit, and at least one."""
+    """Three tensors per layer, each with all of this rank's experts; a bucket takes as many as fit, at least one."""
     size = (
         expert_elements(workload.model, workload.layout.tp, workload.layout.ep)
         // 3

@@ -1,7 +1,7 @@
-"""Products in fp8: after an update, the largest values of weights that several ranks share.
+"""Traffic of fp8 products: after an update, the largest values of weights that several ranks share.
 
-Over ranks that have other rows of them (``zero=3``), then over tensor ranks. The weights themselves, gathered in fp8,
-are part of ``shard``'s traffic; activations are exchanged in bf16.
+Reduced over ranks that hold other rows (``zero=3``), then over tensor ranks. The weights themselves, all-gathered in
+fp8, are in ``shard``'s traffic; activations are exchanged in bf16.
 """
 
 from __future__ import annotations

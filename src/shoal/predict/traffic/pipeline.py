@@ -1,11 +1,11 @@
 """Traffic of a pipeline (``pp``): hidden states down, their gradients up, and a tied embedding's gradients.
 
-A link is a cut between a stage of this rank and its neighbour on another rank. For every link and micro-batch:
+A link is a cut between a stage of this rank and a neighbouring stage on another rank. For every link and micro-batch:
 
     send and receive  tokens of a micro-batch (1/tp of them with ``sp``) · hidden · compute width: one each way
 
-Once a step, where a tied embedding has a copy at each end: all-reduce over the two ends, its elements · reduce width.
-In a V both ends are on one rank, and nothing is sent.
+Once per step, if a tied embedding has a copy at each end: all-reduce over the two ends, its elements · reduce width.
+In a V-shaped schedule both ends are on one rank, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 
 
 def message_bytes(workload: Workload) -> int:
-    """Of one message between stages."""
+    """Bytes of one message between stages."""
     layout = workload.layout
     tokens = workload.tokens // layout.tp if layout.sp else workload.tokens
     return tokens * workload.model.hidden * compute_width(workload.recipe)
 
 
 def ends(workload: Workload, elements: int | None) -> list[CollectiveCall]:
-    """The sum of both copies' gradients; None where this rank has neither, or both."""
+    """The reduction of a tied embedding's two gradients; nothing if this rank has neither copy, or both."""
     if elements is None:
         return []
     return [CollectiveCall("all_reduce", "pp ends", elements * reduce_width(workload.recipe), 1, "gradients")]

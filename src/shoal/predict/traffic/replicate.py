@@ -1,6 +1,6 @@
 """Traffic of data parallelism (``dp``): every gradient once per step, in buckets.
 
-all-reduce over ``dp``, a bucket: its elements · reduce width
+all-reduce over ``dp``, per bucket: its elements · reduce width
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def applies(workload: Workload) -> bool:
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
-    """Close and cheap: all bytes, in about as many buckets as there are."""
+    """Cheap approximation: exact total bytes, in about the right number of buckets."""
     if not applies(workload):
         return ()
     elements, count = even_buckets(workload, here, BucketKinds.ANY)
@@ -39,7 +39,9 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 def exact(
     workload: Workload, stages: Sequence[Sequence[RankTensor]], group: ParameterGroup | None = None
 ) -> list[CollectiveCall]:
-    """Bucket by bucket, of each of a rank's stages. ``group``: whose tensors these are, if not the dense ones."""
+    """Exact collectives by bucket, for each stage of a rank. ``group``: the tensors' parameter group, by default the
+    dense one.
+    """
     if group is None and not applies(workload):
         return []
     filled = []
@@ -55,7 +57,7 @@ def exact(
 def bucket_calls(
     workload: Workload, buckets: Iterable[tuple[int, int]], group: ParameterGroup
 ) -> list[CollectiveCall]:
-    """Of buckets by their elements, so many of each."""
+    """Collectives of ``buckets``, given as (elements, number of such buckets)."""
     copies, width = group.replicated, reduce_width(workload.recipe)
     if copies.size == 1:
         return []
@@ -70,8 +72,8 @@ def bucket_bytes(workload: Workload) -> int:
 
 
 def even_buckets(workload: Workload, here: RankParameters, kinds: BucketKinds) -> tuple[int, int]:
-    """All elements that have gradients, and about how many buckets they fill."""
+    """Total elements with gradients, and about how many buckets they fill."""
     elements, width = trained(workload, here).elements, gradient_width(workload.recipe)
-    if workload.lora is not None:  # many small tensors, which fill their buckets
+    if workload.lora is not None:  # many small tensors, which fill their buckets evenly
         return elements, even_share(elements * width, bucket_bytes(workload))
     return elements, bucket_count(here, width, bucket_bytes(workload), kinds)

@@ -1,15 +1,15 @@
 """Traffic of sharding within a replica (``fsdp``, ``zero=1|2|3``); context ranks shard too.
 
-N ranks share a copy, M = ``dp`` copies exist. A is a data rank's micro-batches; in a pipeline everything below happens
-once a step, as if A were 1. Elements include padding.
+N ranks shard one replica, and there are M = ``dp`` replicas. A is the number of micro-batches per data rank; in a
+pipeline everything below happens once per step, as if A were 1. Element counts include padding.
 
-    zero=1|2  reduce-scatter  a bucket, once a step (zero=2: every micro-batch)    elements · reduce width
-              all-gather      a bucket, after the update                           elements · weight width
-    zero=3    all-gather      a unit, every micro-batch: forward, and backward     elements · compute width
-                              again, unless it stays or is only looked up
-                              (fp8: projections 1 byte)
-              reduce-scatter  a unit, every micro-batch                            elements · reduce width
-    M > 1     all-reduce      a bucket or unit over the copies, once a step        elements / N · reduce width
+    zero=1|2  reduce-scatter  per bucket, once per step (zero=2: per micro-batch)   elements · reduce width
+              all-gather      per bucket, after the update                          elements · weight width
+    zero=3    all-gather      per unit and micro-batch: forward, and again          elements · compute width
+                              backward unless it stays gathered or is only
+                              looked up (fp8: projections 1 byte)
+              reduce-scatter  per unit and micro-batch                              elements · reduce width
+    M > 1     all-reduce      per bucket or unit over the replicas, once per step   elements / N · reduce width
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from shoal.predict.workload import Workload
 class Travelling(NamedTuple):
     """Equal buckets or units."""
 
-    elements: int  # of one of them, padding included
-    trained: int  # of these, how many have gradients
-    times: int  # how many there are
-    gathers: int = 0  # a micro-batch's, of a unit
-    projections: int = 0  # of a unit's elements, those that may travel narrower
+    elements: int  # in one of them, padding included
+    trained: int  # of these, elements with gradients
+    times: int  # number of such buckets or units
+    gathers: int = 0  # all-gathers of a unit per micro-batch
+    projections: int = 0  # of a unit's elements, those that may be gathered in a narrower precision
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
-    """Close and cheap: all bytes, in about as many buckets as there are; units of the same size."""
+    """Cheap approximation: exact total bytes, in about the right number of buckets, or in units of equal size."""
     group = workload.groups[DENSE]
     shards = group.sharded.size
     if shards == 1:
@@ -68,7 +68,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 def bucket_calls(
     workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
 ) -> list[CollectiveCall]:
-    """zero=1|2."""
+    """Collectives of buckets: zero=1|2."""
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
     passes = workload.accumulation if group.zero == 2 and workload.layout.pp == 1 else 1
     found = []
@@ -88,7 +88,7 @@ def bucket_calls(
 def unit_calls(
     workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
 ) -> list[CollectiveCall]:
-    """zero=3."""
+    """Collectives of units: zero=3."""
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
     passes = workload.accumulation if workload.layout.pp == 1 else 1
     found = []
@@ -111,7 +111,7 @@ def unit_calls(
 
 
 def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Travelling]:
-    """Units, as ``facts.groups`` makes them, if all blocks were alike."""
+    """The FSDP units (``facts/layout/buckets.py``) as if all blocks were alike."""
     size, lora = workload.layout.unit, workload.lora
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
     embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
@@ -119,7 +119,7 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     key = adapter_key(lora)
     narrow = here.dense * narrow_elements(here.dense_block, ranks, key)
     narrow += here.sparse * narrow_elements(here.sparse_block, ranks, key)
-    # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
+    # The share of elements with gradients: under LoRA none at the ends, and of the blocks only the factors.
     added = padded_factors(workload, here, ranks)
     blocks += added
     of_ends = 1.0 if lora is None else 0.0
@@ -136,7 +136,7 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
         found.append(unit(embedding + norm, 1, of_ends, Unit((), whole=True)))
     elif here.first:
         found.append(unit(embedding, 1, of_ends, Unit((), looked_up=True)))
-    # The last unit of the network has what the others leave, and the norm.
+    # The network's last unit has the remaining blocks, and the norm.
     left = here.layers - (count - 1) * size if len(here.stages) == 1 else here.layers / count
     last = 1 if here.last else 0
     if count > last:
@@ -150,7 +150,7 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     return found
 
 
-# Tensor by tensor.
+# Exact traffic, tensor by tensor.
 
 
 def exact(
@@ -159,7 +159,7 @@ def exact(
     stages: Sequence[Sequence[RankTensor]],
     trained: Sequence[Sequence[RankTensor]],
 ) -> list[CollectiveCall]:
-    """Bucket by bucket or unit by unit, of each of a rank's stages. ``trained``: what has gradients, if not all."""
+    """Exact collectives by bucket or unit, for each stage of a rank. ``trained``: the tensors with gradients."""
     group = workload.groups[DENSE]
     shards = group.sharded.size
     if shards == 1:
@@ -176,7 +176,7 @@ def exact(
 
 
 def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[Travelling]:
-    """zero=1|2: the buckets of a stage, padded so that all ranks have as much of each."""
+    """zero=1|2: the buckets of a stage, padded so that all ranks have equal chunks."""
     sizes = [
         shards * even_share(_flat_size(one), shards, _block(workload, one))
         for one in _buckets(workload, tensors)
@@ -187,7 +187,7 @@ def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int)
 def owned(
     workload: Workload, stages: Sequence[Sequence[RankTensor]], index: int
 ) -> list[tuple[RankTensor, int]]:
-    """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
+    """The tensors that rank ``index`` of a replica updates at least partly, with the number of elements it updates."""
     ranks = workload.groups[DENSE].sharded.size
     found = []
     for tensors in (with_gradients(workload, one) for one in stages):
@@ -206,7 +206,7 @@ def owned(
                     (of[label], stop - start)
                     for label, start, stop in chunk_ranges(sizes, ranks, index, _block(workload, bucket))
                 ]
-    # Where nothing is sharded every tensor is the optimizer's, even an empty one.
+    # Without sharding, every tensor belongs to the optimizer, even an empty one.
     return [(tensor, size) for tensor, size in found if size or ranks == 1]
 
 
@@ -222,7 +222,7 @@ def _kinds(workload: Workload) -> BucketKinds:
 
 
 def _block(workload: Workload, bucket: Sequence[RankTensor]) -> int:
-    """Elements of a bucket that stay together."""
+    """Elements of a bucket that must stay together."""
     return (bucket[0].block or 1) if workload.recipe.blockwise else 1
 
 
@@ -238,7 +238,7 @@ def _units(
     trained: Sequence[RankTensor],
     ranks: int,
 ) -> list[Travelling]:
-    """The units of a stage; one whose path is empty is the root, and has what no other has."""
+    """The units of a stage; a unit with an empty path is the root, which takes all tensors that no other unit has."""
     made = units(stage.layers, workload.layout.unit, stage.first, stage.last, here.root)
     home = {path: number for number, unit in enumerate(made) for path in unit.modules}
     members: list[list[RankTensor]] = [[] for _ in made]

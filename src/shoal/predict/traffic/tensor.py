@@ -1,21 +1,21 @@
 """Traffic of tensor parallelism (``tp``, ``sp``): the residual stream, and a little in the loss.
 
-x = the tokens of a micro-batch · hidden · compute width. For every micro-batch and the layers of a rank, over ``tp``:
+x = tokens of a micro-batch · hidden · compute width. For every micro-batch and the layers of a rank, over ``tp``:
 
     sp=1  forward    all-gather x into attention, MLP and head; reduce-scatter x out of attention, MLP and embedding
           backward   the mirror image
-          recompute  2 all-gathers and a reduce-scatter of x a layer
+          recompute  2 all-gathers and a reduce-scatter of x per layer
     sp=0  forward    all-reduce x out of attention, MLP and embedding
           backward   all-reduce x into attention, MLP and head
-          recompute  an all-reduce of x a layer
-    loss  all-reduce a logit a token, then two, in each of its chunks
+          recompute  an all-reduce of x per layer
+    loss  all-reduce one logit per token, then two, in each of its chunks
 
-A block that is computed again stops where nothing further is needed, which is before its last exchange; dropout makes
-a mask behind it, and a norm behind the MLP reads what came of it: these repeat that one too. A compiled block repeats
-only what its gradients need: with ``selective`` nothing, for it keeps what it has received; with ``full`` the last
-exchange for such a norm alone, and none of attention's results where the MLP does not read them. With ``ep`` a block
-with experts has several parts, of which the last is eager with ``full``. Once a step, the gradients of what ranks hold
-alike are summed: over the group, and over the ranks that share a key/value head.
+Recomputing a block stops once nothing further is needed, which is before its last exchange. Dropout, whose mask comes
+after that exchange, and a norm behind the MLP, which reads its result, repeat that one too. A compiled block repeats
+only what its gradients need: with ``selective`` nothing, because it saves what it received; with ``full`` the last
+exchange only for such a norm, and not attention's results if the MLP does not read them. With ``ep`` a block with
+experts has several parts, of which the last runs eager under ``full``. Once per step, the gradients of replicated
+parameters are reduced: over the group, and over the ranks that share a key/value head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     entering, leaving = 2 * layers + here.last, 2 * layers + here.first
     entering_back, leaving_back = entering, leaving
     if workload.lora is not None and here.first:
-        # No gradient reaches a frozen embedding, nor goes into what reads it before there is an adapter.
+        # A frozen embedding gets no gradient, nor does anything that reads it before the first adapter.
         attention, mlp = (any(one in names for one in workload.lora.targets) for names in SIDES)
         if workload.model.parallel_residual:
             entering_back -= 2
@@ -52,8 +52,8 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
             entering_back -= 1 + (not attention)
             leaving_back -= 1 + (not attention)
     elif here.first and recipe.frozen(EMBEDDING):
-        leaving_back -= 1  # no gradient goes on to a frozen embedding
-    behind = workload.model.output_norms  # reads what came of the last exchange
+        leaving_back -= 1  # no gradient continues to a frozen embedding
+    behind = workload.model.output_norms  # reads the result of the last exchange
     repeated = 2 * again if recipe.dropout or behind else again
     if workload.compiled and not behind:
         repeated = 0 if workload.model.parallel_residual else again
@@ -84,7 +84,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
 
 
 def _row_lengths(workload: Workload, layers: int, phase: Phase) -> list[CollectiveCall]:
-    """DoRA's, of weights whose inputs are split: a square a row, in at least fp32."""
+    """DoRA's row norms of weights with split inputs: one square per row, in at least fp32."""
     lora = workload.lora
     if lora is None or lora.kind != "dora" or not layers:
         return []
@@ -109,7 +109,7 @@ def _loss(workload: Workload) -> list[CollectiveCall]:
 
 
 def shared(workload: Workload, over_tensor: int | None, over_copies: int | None) -> list[CollectiveCall]:
-    """Sums once a step, of so many gradients in one message each; None where there are none to sum."""
+    """Reductions once per step, of the given number of gradients in one message each; None: nothing to reduce."""
     width = reduce_width(workload.recipe)
     sums = (("tp", over_tensor), ("tp copies", over_copies))
     return [

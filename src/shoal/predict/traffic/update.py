@@ -1,9 +1,9 @@
-"""Traffic of optimizers that see matrices as a whole, between the N ranks that hold a stage together (N > 1).
+"""Traffic of optimizers that need whole matrices, between the N ranks that together hold a stage (N > 1).
 
-muon       all-to-all  twice for every N matrices, largest first: parts to the rank that puts a matrix together,
-                       and back. The larger of what a rank sends and has: about a matrix · compute width
-adafactor  all-reduce  the sums over rows and columns of all matrices, and of weights; then the sizes of updates;
-                       with all copies of the stage. Of a tied embedding also between both ends of a pipeline
+muon       all-to-all  twice for every N matrices, largest first: parts to the rank that assembles a matrix, and
+                       back. The larger of what a rank sends and holds: about a matrix · compute width
+adafactor  all-reduce  the row and column sums of all matrices, and of weights; then the sizes of updates;
+                       with all replicas of the stage. For a tied embedding also between both ends of a pipeline
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.predict.workload import Workload
 
 
 def calls(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    """Close and cheap: all matrices as large as they are on average."""
+    """Cheap approximation: all matrices of average size."""
     optimizer, group = workload.recipe.optimizer, replica_ranks(workload.layout)
     if optimizer not in ("muon", "adafactor") or group.size == 1 or workload.lora is not None:
         return []
@@ -68,7 +68,7 @@ def _sums(workload: Workload, sums: int, matrices: int, end: bool) -> list[Colle
 
 
 def _exchanges(workload: Workload, rank: int, matrices: list[Matrix]) -> Iterator[CollectiveCall]:
-    """Round by round, there and back: the larger of what is sent and what comes."""
+    """Round by round, there and back: the larger of what is sent and what is received."""
     layout, sharing = workload.layout, sharing_of(workload)
     group, together = replica_ranks(layout), members(sharing, rank)
     mine, width, own = together.index(rank), orthogonal_width(workload.recipe), ranges_by_label(sharing, rank)
