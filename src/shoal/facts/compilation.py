@@ -27,9 +27,11 @@ def compilation(
         return Compilation(
             False, "strict mode runs eager: a fused kernel rounds as its shape and device have it"
         )
-    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
-        # A compiled block is one node of autograd's graph, and its backward pass one piece.
+    if enabled is None and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
+        # No GPU has run them yet, so neither their speed nor their peaks are known.
         return Compilation(
-            False, f"schedule={layout.schedule} splits backward passes, so blocks run eager; 1f1b compiles"
+            False,
+            f"schedule={layout.schedule} splits backward passes, which compiled blocks do only where "
+            "compile.enabled=true asks for it; 1f1b compiles by default",
         )
     return Compilation(True)

@@ -324,7 +324,9 @@ class CheckpointSection(Section):
 
 class CompileSection(Section):
     enabled: bool | None = Field(
-        None, description="compile the blocks with torch.compile; unset: where the device is a GPU"
+        None,
+        description="compile the blocks with torch.compile; unset: where the device is a GPU, except with "
+        "zb, zbv and dualpipev",
     )
 
 
