@@ -359,7 +359,7 @@ class TuneSection(Section):
     optimizer_in_backward: bool = Field(
         False,
         description="update a parameter as soon as its gradient is complete, so that gradients never all exist; "
-        "needs recipe.clip = 0 and one micro-batch a step",
+        "needs recipe.clip = 0 and one micro-batch per step",
     )
     search: bool = Field(
         False,
