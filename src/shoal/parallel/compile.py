@@ -114,7 +114,7 @@ class CompiledBlocks:
         self.seconds = 0.0  # seconds of compilation, including first runs
         self.shapes: set[torch.Size] = set()
         self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
-        self._compiled = torch.compile(_checkpointed, backend=backend, dynamic=False, fullgraph=True)
+        self._compiled = torch.compile(checkpointed, backend=backend, dynamic=False, fullgraph=True)
         for block in blocks:
             compiled: Forward = partial(self._graph, kind, type(block).forward, block)
             if exchanges(block):
@@ -182,7 +182,7 @@ def _gradients_aside(block: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _checkpointed(
+def checkpointed(
     kind: Recompute,
     plain: Forward,
     module: nn.Module,
@@ -190,6 +190,10 @@ def _checkpointed(
     carriers: tuple[Tensor, ...],
     *arguments: Any,
 ) -> Any:
+    """Run a block's eager forward pass; as a graph this is all that is compiled.
+
+    The last two are of a split backward pass (``parallel/deferred.py``).
+    """
     for number, linear in enumerate(linears):
         linear.carriers = carriers[2 * number], carriers[2 * number + 1]
     # Pass the kind by name, which the compiler guards on; contexts passed as arguments all look alike to it.
