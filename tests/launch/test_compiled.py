@@ -67,8 +67,9 @@ def test_killed_and_continued_to_the_same_bits(
         ({}, None),
         ({"compile": {"enabled": True}}, "compiling, about 20 s"),
         ({"compile": {"enabled": True}, "run": {"strict": True}}, "not compiled: strict mode runs eager"),
+        ({"compile": {"enabled": True}, "layout": "pp=2,schedule=zb,micro=2"}, "compiling, about 20 s"),
         (
-            {"compile": {"enabled": True}, "layout": "pp=2,schedule=zb,micro=2"},
+            {"cluster": {"on": "2xH200"}, "layout": "pp=2,schedule=zb,micro=2"},
             "not compiled: schedule=zb splits backward passes",
         ),
         ({"cluster": {"on": "1xH200"}}, "compiling, about 20 s"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import RECOMPUTES, Layout, Recompute
 from shoal.facts.layout.kept import kept_tensors
@@ -27,9 +28,12 @@ from shoal.models.lora import add_adapters
 from shoal.models.rotary import tables
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import apply
+from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.placed import Placed
 from shoal.parallel.stage_module import MicroBatch
+from shoal.predict.memory.activations import block_activations
+from shoal.predict.memory.block_workload import BlockWorkload
 
 ROWS, SEQ = 2, 16
 # No two widths are alike, so that a size tells what has it.
@@ -250,6 +254,33 @@ def test_what_a_compiled_block_keeps_and_computes(case: Kept) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             assert_close(ours, theirs, 1e-6 if case.compute == torch.float32 else 0.05)
         assert saved(placed, batches[0]) == listed(model, kind, case.compute.itemsize), kind
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_split_backward_pass_leaves_what_the_ledger_says(recompute: Recompute) -> None:
+    """Each projection's input and output gradient, and no copy of what several projections read."""
+    model = Model(**SHAPE)
+    placed = place(model, "aot_eager", f"recompute={recompute}")
+    placed.compiled.deferred = deferred = Deferred()
+    expected = step(place(model, None), [rows(model)])[1]
+    deferred.begin(0, 0)
+    left = step(placed, [rows(model)])[1]
+    compiled(placed)
+    waiting = deferred.heaps[0, 0]
+    assert len(waiting) == 7 * model.layers and len(left) < len(expected)
+    held = {
+        one.untyped_storage().data_ptr(): one.nbytes for each in waiting for one in (each.x, each.gradient)
+    }
+    work = BlockWorkload(
+        **{"tokens": ROWS * SEQ, "rows": ROWS, "seq": SEQ, "tp": 1, "sp": False, "compute": 4},
+        **{"stack": SHOAL, "recompute": recompute, "cpu": True, "dropout": False, "cp": 1},
+        **{"context": None, "adapters": None, "compiled": True},
+    )
+    assert sum(held.values()) == model.layers * block_activations(model, False, False, work).deferred
+    deferred.end()
+    deferred.compute(0, 0)
+    assert_close([piece.tensor.grad for piece in placed.gradients.pieces], expected, 1e-6)
+    assert all(one.linear.carriers is None for one in waiting)
 
 
 def test_a_repeated_block_keeps_no_product_of_packed_weights() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.predict.sending import GEMMA2, NEOX, ROWS, SEQ, Case
+from tests.predict.sending import GEMMA2, NEOX, QWEN2, ROWS, SEQ, Case
 from tests.ranks import run_ranks
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from shoal.facts.traffic import Traffic
 from shoal.models.documents import Documents
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
+from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.predict.traffic import traffic
 from shoal.train.data.loader import Batch
@@ -28,6 +29,9 @@ CASES = [
     Case("tp=2,micro=8,recompute=full", SMALL, DROPOUT),
     Case("tp=2,sp=0,micro=8,recompute=selective", {**SMALL, **NEOX}, DROPOUT),
     Case("pp=2,micro=2", SMALL, DROPOUT),
+    # Backward passes in two parts: the second is computed outside of graphs.
+    Case("pp=2,schedule=zb,micro=2,recompute=selective", {**SMALL, **QWEN2}, DROPOUT),
+    Case("pp=2,schedule=zbv,micro=2", {"layers": 4, **NEOX}, {}),
     Case("tp=2,micro=8,recompute=full", {**SMALL, **GEMMA2, "window_layers": None}, {}),
     Case("cp=2,micro=4,recompute=selective", SMALL, DROPOUT),
     Case("cp=2,cp_kind=ulysses,micro=4", SMALL, DROPOUT),
@@ -41,6 +45,7 @@ class Seen:
     traffic: list[Traffic]
     graphs: list[int]  # compiled so far, after each step
     problem: str | None
+    deferred: int  # weight gradients that the schedule computed apart
 
 
 def work(rank: int, world: int, cases: list[Case]) -> list[Seen]:
@@ -70,8 +75,10 @@ def one_case(rank: int, case: Case) -> Seen:
     batches = [
         packed(model.vocab, one, workload.micro) for one in range(start, start + share, workload.micro)
     ]
-    seen = Seen([], [], [], [], None)
+    seen = Seen([], [], [], [], None, 0)
     for number in (1, 2, 3):
+        if number == 2:
+            deferred = count_deferred(step.placed.executor.deferred)
         with CollectiveCounter(mesh.names) as counter:
             step.agree(ROWS * SEQ)
             seen.losses.append(float(step.compute_gradients(number, batches, ROWS * SEQ)[0]))
@@ -83,7 +90,22 @@ def one_case(rank: int, case: Case) -> Seen:
         seen.graphs.append(counters["stats"]["unique_graphs"])
     seen.gradients = [piece.tensor.grad.clone() for piece in step.pieces if piece.tensor.grad is not None]
     seen.problem = step.placed.compiled.problem if step.placed.compiled is not None else None
+    seen.deferred = sum(deferred)
     return seen
+
+
+def count_deferred(deferred: Deferred | None) -> list[int]:
+    """A list that grows by the number of weight gradients whenever a pass computes those that were deferred."""
+    counts: list[int] = []
+    if deferred is not None:
+        compute = deferred.compute
+
+        def counted(stage: int, micro: int) -> None:
+            counts.append(len(deferred.heaps[stage, micro]))
+            compute(stage, micro)
+
+        deferred.compute = counted  # type: ignore[method-assign]
+    return counts
 
 
 def packed(vocabulary: int, first: int, number: int) -> Batch:
@@ -102,6 +124,8 @@ def test_gradients_traffic_and_graphs() -> None:
     for rank, found in enumerate(run_ranks(2, work, [*CASES, *compiled])):
         for case, eager, seen in zip(compiled, found, found[len(CASES) :], strict=False):
             assert seen.problem is None, case
+            assert seen.deferred == eager.deferred, case
+            assert bool(seen.deferred) == ("schedule=zb" in case.layout), case
             torch.testing.assert_close(seen.losses, eager.losses, rtol=1e-6, atol=0)
             largest = max(float(one.abs().max()) for one in eager.gradients)
             for ours, theirs in zip(seen.gradients, eager.gradients, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.facts.model import Model
 from shoal.models.linear import Linear
 from shoal.models.mlp import MLP
+from shoal.parallel.compile import checkpointed
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.tensor_region import TensorRegion
 
@@ -230,12 +231,12 @@ def test_compiled_around_all_of_them() -> None:
             parameter.data = number(*parameter.shape)
         pair = LowRank(number(RANK, 12), number(20, RANK))
         mlp.up_proj.lora_A, mlp.up_proj.lora_B = pair.down, pair.up
-        if compiled:
-            mlp.compile(backend="aot_eager")
+        run = torch.compile(checkpointed, backend="aot_eager", fullgraph=True) if compiled else checkpointed
         round_products(mlp)
         if watched:
             deferred.watch(mlp)
-        output = mlp(number(2, 3, 12))
+        carried = deferred.carriers(mlp, 6) if compiled and watched else ([], ())
+        output = run("none", MLP.forward, mlp, *carried, number(2, 3, 12))
         deferred.begin(0, 0)
         output.sum().backward()
         waiting = len(deferred.heaps[0, 0])

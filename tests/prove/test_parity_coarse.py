@@ -108,10 +108,7 @@ def compiled(rank: int, world: int, store: dist.Store, script: Any) -> ParityRan
 def test_a_run_as_it_ships_is_the_same_in_every_layout(
     make_prover: Callable[..., Prover], tiles: Path, layout: str
 ) -> None:
-    """Compiled blocks, the fused loss and fp32 masters against one process that runs eager.
-
-    A schedule that splits backward passes runs eager, as it does when it ships.
-    """
+    """Compiled blocks, the fused loss and fp32 masters against one process that runs eager."""
     eager = make_prover("bf16", model__path=tiles)
     eager.reference(Layout())
     config = eager.config.model_copy(

@@ -1,4 +1,4 @@
-"""Whether a job's blocks are compiled, and if not, why: decided once, for the engine and for predictions."""
+"""Whether a job's blocks are compiled and, where not, why: decided once, for the engine and for predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.facts.schedules.programs import SPLIT_BACKWARD
 
 
 class Compilation(NamedTuple):
-    """The decision. ``why_not`` is for a user who requested compilation, or whose GPU would have had it."""
+    """A decision. ``why_not`` is for a user who asked for compiled blocks, or whose GPU would have had them."""
 
     on: bool
     why_not: str = ""
@@ -19,7 +19,7 @@ class Compilation(NamedTuple):
 def compilation(
     enabled: bool | None, on_gpu: bool, layout: Layout, precision: Precision, strict: bool
 ) -> Compilation:
-    """``enabled``: the config's value; None leaves it to the device, except that fp64, the reference, runs eager."""
+    """``enabled`` is what the config says: None leaves it to the device, and fp64, which is for reference, eager."""
     wanted = on_gpu and precision != "fp64" if enabled is None else enabled
     if not wanted:
         return Compilation(False)
@@ -27,9 +27,11 @@ def compilation(
         return Compilation(
             False, "strict mode runs eager: a fused kernel rounds as its shape and device have it"
         )
-    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
-        # A compiled block is one autograd node, so its backward pass cannot be split.
+    if enabled is None and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
+        # No GPU has run them yet, so neither their speed nor their peaks are known.
         return Compilation(
-            False, f"schedule={layout.schedule} splits backward passes, so blocks run eager; 1f1b compiles"
+            False,
+            f"schedule={layout.schedule} splits backward passes, which compiled blocks do only where "
+            "compile.enabled=true asks for it; 1f1b compiles by default",
         )
     return Compilation(True)

@@ -204,7 +204,7 @@ class Recipe(BaseModel):
     states: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",
         description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8", which is AdamW\'s'
-        " moments in 8 bits a block at a time and weights in bf16",
+        " moments in 8 bits, block by block, and weights in bf16",
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic",

@@ -108,6 +108,9 @@ class Linear(nn.Linear):
         self.weight_scales: WeightScales | None = None
         # The weight as its product takes it, if it was gathered that way (``parallel/float8_gather.py``).
         self.rounded_weight: Tensor | None = None
+        # While a graph is traced: two of its inputs, whose gradients carry x and the output gradient out of the
+        # backward graph, which then computes no weight gradient (``parallel/deferred.py``).
+        self.carriers: tuple[Tensor, Tensor] | None = None
 
     def reset_parameters(self) -> None:
         """Leave parameters uninitialised: ``initial.initialise`` or a checkpoint sets them."""
@@ -132,11 +135,13 @@ class Linear(nn.Linear):
             output = PackedProduct.apply(x, self.weight, bias)
             return self.adapt(read, output, self.weight)
         weight = self.weight.to(x.dtype)
-        if self.defer is None and isinstance(self.product, PlainProduct):
+        # Only an eager backward pass asks whether to defer; a graph's defers where it has carriers.
+        whole = self.carriers is None and (self.defer is None or torch.compiler.is_compiling())
+        if whole and isinstance(self.product, PlainProduct):
             output = self.product(x, weight, bias)  # autograd's own functions cost the host less
         else:
-            scales = self.weight_scales or (None, None)
-            output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
+            scales, carriers = self.weight_scales or (None, None), self.carriers or (None, None)
+            output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight, *carriers)
         return self.adapt(read, output, weight)
 
     def adapt(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
@@ -199,6 +204,8 @@ class _InParts(torch.autograd.Function):
         forward: Tensor | None,
         backward: Tensor | None,
         rounded: Tensor | None,
+        carries_x: Tensor | None,
+        carries_gradient: Tensor | None,
     ) -> Tensor:
         with_input, with_weight, *_ = ctx.needs_input_grad
         weight = weight if rounded is None else rounded
@@ -213,12 +220,18 @@ class _InParts(torch.autograd.Function):
         if weight is not None:
             back = ctx.linear.product.input_gradient(gradient, weight, _scales(*scales))
         with_bias = ctx.needs_input_grad[2]
+        if ctx.needs_input_grad[7]:
+            rows = gradient.flatten(0, -2)
+            bias = rows.sum(0) if with_bias else None
+            return back, None, bias, None, None, None, None, x.flatten(0, -2), rows
         if x is None and not with_bias:
-            return back, None, None, None, None, None, None
+            return back, *[None] * 8
         # Detached: otherwise x would keep its graph alive, and with it the stage's input.
         rest = WeightGradient(ctx.linear, None if x is None else x.detach(), gradient, with_bias)
-        deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
-        return back, *((None, None) if deferred else rest.compute()), None, None, None, None
+        deferred = False
+        if not torch.compiler.is_compiling():
+            deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
+        return back, *((None, None) if deferred else rest.compute()), *[None] * 6
 
 
 def _scales(forward: Tensor | None, backward: Tensor | None) -> WeightScales | None:

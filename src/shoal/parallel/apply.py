@@ -24,6 +24,7 @@ from shoal.models.initial import Fill
 from shoal.parallel import experts, tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.context import share_rows, split_sequence
+from shoal.parallel.deferred import Deferred
 from shoal.parallel.execute import Executor
 from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
@@ -144,10 +145,14 @@ def apply(
     to_disk = files if kept_away is not None and kept_away.nvme else None
     activations = ActivationOffload(memory, kept_away.fraction if kept_away is not None else 0.0, to_disk)
     recompute(blocks, layout.recompute, activations.contexts)
+    # Split backward passes; not in strict mode, which takes each weight gradient where autograd delivers it, one
+    # micro-batch at a time.
+    split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
+    deferred = Deferred(layout.tp if layout.sp else 1) if split_backward else None
     compiled = None
     if compile_with is not None:
         compiled = CompiledBlocks(
-            blocks, layout.recompute, compile_with, mesh.group_of(meeting_in_blocks(layout))
+            blocks, layout.recompute, compile_with, mesh.group_of(meeting_in_blocks(layout)), deferred
         )
 
     # Activation offload: outermost, so that it sees only what recomputation still saves.
@@ -215,12 +220,9 @@ def apply(
             lambda _, args, output: with_gradient(output)
         )
 
-    # Run: strict mode takes each weight gradient where autograd delivers it, one micro-batch at a time.
-    split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
+    # Run: the schedule, instruction by instruction.
     routers = RouterTally(segments, model, mesh)
-    executor = Executor(
-        segments, mesh, exact or gradients, split_backward, strict, compiled is not None, routers
-    )
+    executor = Executor(segments, mesh, exact or gradients, deferred, strict, compiled is not None, routers)
     # In strict mode the sum of two gradients is rounded once, as it is where one rank holds both.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     # Optimizer offload: send gradients to the host as soon as they are complete.

@@ -34,8 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.facts.layout import Recompute
 from shoal.facts.problem import first_line
 from shoal.models import attention_blocks, attention_rectangle, varlen
+from shoal.models.linear import Linear
 from shoal.parallel import ring
 from shoal.parallel.compile_parts import InParts, exchanges
+from shoal.parallel.deferred import Deferred
 
 # Operators that are expensive for the size of their result, by dispatcher name; names that a torch version lacks never
 # match.
@@ -98,18 +100,21 @@ class CompiledBlocks:
         kind: Recompute,
         backend: str,
         group: dist.ProcessGroup | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
         """Make these blocks run compiled. Their ``forward`` must be eager, with recomputation applied.
 
-        ``group``: the ranks that communicate inside the blocks.
+        ``group``: the ranks that communicate inside the blocks. ``deferred``: where backward passes leave weight
+        gradients for later.
         """
         _settings()
-        self.group = group
+        self.group, self.deferred = group, deferred
+        self._tokens = 0  # of the block's input that runs now
         self.problem: str | None = None  # why blocks run eager after all
         self.seconds = 0.0  # seconds of compilation, including first runs
         self.shapes: set[torch.Size] = set()
         self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
-        self._compiled = torch.compile(_checkpointed, backend=backend, dynamic=False, fullgraph=True)
+        self._compiled = torch.compile(checkpointed, backend=backend, dynamic=False, fullgraph=True)
         for block in blocks:
             compiled: Forward = partial(self._graph, kind, type(block).forward, block)
             if exchanges(block):
@@ -121,6 +126,7 @@ class CompiledBlocks:
     ) -> Tensor:
         if self.problem is not None or _followed() or not self._takes(hidden.shape):
             return eager(hidden, *others)
+        self._tokens = hidden.shape[:-1].numel()
         if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
             return compiled(hidden, *others)
         self._met.add(key)
@@ -134,7 +140,8 @@ class CompiledBlocks:
         """Run ``plain`` as a graph; where there can be none, run it eager and still join the peers' collectives."""
         if self.problem is None:
             try:
-                return self._compiled(kind, plain, module, *arguments)
+                carried = ([], ()) if self.deferred is None else self.deferred.carriers(module, self._tokens)
+                return self._compiled(kind, plain, module, *carried, *arguments)
             except _compiler_errors() as error:
                 self.problem = first_line(error)
         return plain(module, *arguments)
@@ -175,11 +182,27 @@ def _gradients_aside(block: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _checkpointed(kind: Recompute, plain: Forward, module: nn.Module, *arguments: Any) -> Any:
+def checkpointed(
+    kind: Recompute,
+    plain: Forward,
+    module: nn.Module,
+    linears: list[Linear],
+    carriers: tuple[Tensor, ...],
+    *arguments: Any,
+) -> Any:
+    """Run a block's eager forward pass; as a graph this is all that is compiled.
+
+    The last two are of a split backward pass (``parallel/deferred.py``).
+    """
+    for number, linear in enumerate(linears):
+        linear.carriers = carriers[2 * number], carriers[2 * number + 1]
     # Pass the kind by name, which the compiler guards on; contexts passed as arguments all look alike to it.
     context = CONTEXTS[kind]
     # Random numbers are hashes here, so there is no generator state to keep.
-    return checkpoint(plain, module, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+    output = checkpoint(plain, module, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+    for linear in linears:
+        linear.carriers = None
+    return output
 
 
 def _keep(

@@ -9,6 +9,7 @@ from torch import Tensor
 from shoal.models.cross_entropy import PendingWeightGradient
 from shoal.models.loss import Head
 from shoal.parallel.context import SequenceShare
+from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.router_tally import RouterTally
 from shoal.parallel.schedule_executor import ScheduleExecutor, StepState
@@ -26,13 +27,13 @@ class Executor(ScheduleExecutor):
         segments: list[StageModule],
         mesh: Mesh,
         gradients: Reducer,
-        split_backward: bool,
+        deferred: Deferred | None = None,
         strict: bool = False,
         compiled: bool = False,
         routers: RouterTally | None = None,
     ) -> None:
         """See ``ScheduleExecutor``."""
-        super().__init__(segments, mesh, gradients, split_backward, compiled)
+        super().__init__(segments, mesh, gradients, deferred, compiled)
         self._network = segments[0].network
         self._compute = self._network.model.compute
         self.sequence = SequenceShare(self.layout, mesh.coords["cp"])

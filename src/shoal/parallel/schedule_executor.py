@@ -55,10 +55,10 @@ class ScheduleExecutor:
         segments: Sequence[Segment],
         mesh: Mesh,
         gradients: Reducer,
-        split_backward: bool = False,
+        deferred: Deferred | None = None,
         compiled: bool = False,
     ) -> None:
-        """``split_backward``: whether the schedule's separate weight-gradient passes really run separately.
+        """``deferred`` keeps the weight gradients of the schedule's separate passes; None: no pass is split.
 
         ``compiled``: whether blocks compile when they first run.
         """
@@ -71,7 +71,7 @@ class ScheduleExecutor:
         self.loaded: set[Hashable] | None = None
         if self.channels is not None and (compiled or mesh.device.type == "cuda"):
             self.loaded = set()
-        self.deferred = Deferred() if split_backward else None
+        self.deferred = deferred
 
     # What subclasses define, because it depends on what a stage computes.
 

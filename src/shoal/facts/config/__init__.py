@@ -324,7 +324,9 @@ class CheckpointSection(Section):
 
 class CompileSection(Section):
     enabled: bool | None = Field(
-        None, description="compile the blocks with torch.compile; unset: where the device is a GPU"
+        None,
+        description="compile the blocks with torch.compile; unset: where the device is a GPU, except with "
+        "zb, zbv and dualpipev",
     )
 
 
@@ -357,7 +359,7 @@ class TuneSection(Section):
     optimizer_in_backward: bool = Field(
         False,
         description="update a parameter as soon as its gradient is complete, so that gradients never all exist; "
-        "needs recipe.clip = 0 and one micro-batch a step",
+        "needs recipe.clip = 0 and one micro-batch per step",
     )
     search: bool = Field(
         False,

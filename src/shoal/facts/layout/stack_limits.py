@@ -197,7 +197,7 @@ def _titan_zero(asked: Asked) -> Gap | None:
     if layout.shards == 1 or layout.zero == 3:
         return None
     what = f"zero={layout.zero}: parameters are sharded too"
-    never = "fsdp_reshard_after_forward never, which gathers them once a micro-batch"
+    never = "fsdp_reshard_after_forward never, which gathers them once per micro-batch"
     # Parameters that stay gathered are priced as zero=2, as in the other stacks.
     return Gap(what, never, {"zero": 2}) if layout.zero == 1 else None
 
@@ -213,7 +213,7 @@ def _titan_bubbles(asked: Asked) -> Gap | None:
     if layout.pp == 1 or layout.schedule != "zb" or layout.chunks > 1:
         return None
     return Gap(
-        "schedule=zb with one chunk a rank: its zero-bubble schedule interleaves", "chunks=2", {"chunks": 2}
+        "schedule=zb with one chunk per rank: its zero-bubble schedule interleaves", "chunks=2", {"chunks": 2}
     )
 
 

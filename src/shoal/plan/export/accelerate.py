@@ -172,7 +172,7 @@ def _cannot(workload: Workload) -> Iterator[str]:
         if sharding(workload) in (1, 2):
             yield (
                 f"zero={layout.zero} beside tp or cp: FSDP2 shards parameters too; nearest: "
-                "reshard_after_forward false, which gathers them once a micro-batch"
+                "reshard_after_forward false, which gathers them once per micro-batch"
             )
         for part in waiting.values():
             if part.what == "activations":

@@ -213,7 +213,7 @@ def _cannot(workload: Workload) -> Iterator[str]:
     if sharding(workload) == 2:
         yield (
             f"zero={workload.layout.zero}: parameters are sharded too; nearest: fsdp_reshard_after_forward never, "
-            "which gathers them once a micro-batch"
+            "which gathers them once per micro-batch"
         )
     yield from _cannot_compute(workload)
     if sharding(workload) == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):

@@ -12,6 +12,7 @@ block:
                  the output once more as o_proj reads it
     first norm   g and the block's input; the norm's output recomputed, and one input gradient from each of q, k and v
 
+A split backward pass keeps each projection's input and output gradient, so that the fullest moment may come last.
 ``full`` recomputes everything first; ``selective`` recomputes attention's output before its gradients. Tests compare
 the saved bytes with compiled blocks; peaks were checked on an H200 (docs/accuracy.md).
 """
@@ -64,6 +65,19 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
     moments = context.moments(query // (c * tokens), here, here, work) if work.context else []
     # By then o_proj has its weight gradient.
     ways_out = query / inner
+    # A split backward pass keeps, for the weight gradients: the two norms' outputs, the gradients of o_proj's and
+    # down_proj's outputs, attention's output; the gradients of queries, keys and values; those of gate and up, and the
+    # MLP product.
+    projected = query + 2 * c * tokens * even_share(model.kv_heads, work.tp) * model.head_dim
+    deferred = 4 * whole + query + projected + (ways_in + 1) * inner
+    # At each of the moments above: its size, and what would be gone by then if nothing were kept.
+    split = (
+        (activation, 0.0),
+        (entering, inner + gathered),
+        (attention, (ways_in + 1) * inner + 2 * whole),
+        (first_norm, deferred - whole),
+    )
+    put_off = max(size + kept for size, kept in split) - max(size for size, _ in split)
     return BlockActivations(
         resting=resting,
         working=(
@@ -80,8 +94,8 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
         opening=there + stream + gathered + inner - resting,
         rounding=0.0,  # its kernels round operands as they read them
         inner=inner,
-        put_off=inner + gathered,
-        deferred=0.0,  # schedules that split the backward pass run uncompiled
+        put_off=put_off,
+        deferred=deferred,
         held_input=True,
         reads_input=True,
     )

@@ -19,7 +19,7 @@ def svg(bench: StepBench) -> str:
     states = "" if recipe.states == recipe.precision else f" with {recipe.states} states"
     title = f"{bench.job.model.name}, one training step on {bench.job.cluster.device.name}"
     below = (
-        f"tokens a second; sequence {recipe.seq:,}, batch {recipe.batch}, {recipe.precision}{states}, "
+        f"tokens/s; sequence {recipe.seq:,}, batch {recipe.batch}, {recipe.precision}{states}, "
         f"layout {bench.job.layout}"
     )
     bars = "".join(_bar(bench, row, number, most) for number, row in enumerate(rows))

@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
         raise BadInput("the optimizer has taken steps already", "run.prepare before the first of them")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput(
-            "LBFGS calls the loss itself, several times a step", "another optimizer, such as AdamW"
+            "LBFGS calls the loss itself, several times per step", "another optimizer, such as AdamW"
         )
     if sharded and not isinstance(optimizer, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
         raise BadInput(
