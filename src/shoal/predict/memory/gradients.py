@@ -116,7 +116,7 @@ class RankGradients:
     # Moments.
 
     def first_product(
-        self, moment: Moment, run: BlockRun, block: BlockActivations
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
         """The first weight gradient of a block: as the product gives it; then, its inputs gone, as it is added up; the
         second one, as that is added up.
@@ -140,7 +140,7 @@ class RankGradients:
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
         """Where the weight was cast, that has gone as well by then, as wide as the product."""
-        return added + (0.0 if self.hold.cast else product), block.put_off
+        return added + (0.0 if self.hold.cast else product), block.released or block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest: none, or all but one."""
