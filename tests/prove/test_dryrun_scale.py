@@ -54,6 +54,9 @@ def test_deepseeks_layout_in_small() -> None:
 EXPERTS_SHARDED = [
     ("qwen3-30b-a3b", "fsdp=64,ep=8,micro=1"),
     ("mixtral-8x7b", "fsdp=64,ep=8,micro=1,recompute=selective"),
+    # Experts' buckets travel beside those of all else; also where the same ranks share both.
+    ("mixtral-8x7b", "fsdp=64,zero=2,micro=1"),
+    ("mixtral-8x7b", "fsdp=64,zero=2,ep=8,micro=1,recompute=full"),
     pytest.param("mixtral-8x7b", "fsdp=64,ep=4,micro=1", marks=pytest.mark.long),
     pytest.param("qwen3-30b-a3b", "fsdp=8,pp=8,ep=8,micro=1", marks=pytest.mark.long),
 ]

@@ -115,6 +115,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
         after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
         adding_way_in=adding - shared,
+        released=routed.whole + 3 * routed.inner if routed.inner else 0.0,
         added_ways_in=2 if routed.inner and model.gated else 1,
     )
 

@@ -37,6 +37,8 @@ class BlockActivations(NamedTuple):
     # at once.
     adding_way_in: float = 0.0
     added_ways_in: int = 0
+    # Of ``opening``, what has gone as the first gradient of experts is added up; 0: what is put off, as of an MLP.
+    released: float = 0.0
 
     @property
     def fullest(self) -> float:

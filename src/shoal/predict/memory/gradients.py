@@ -116,7 +116,7 @@ class RankGradients:
     # Candidate peaks.
 
     def first_product(
-        self, moment: Moment, run: BlockRun, block: BlockActivations
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
         """A block's first weight gradient: at its product; at its accumulation, after its inputs are freed; and the
         second gradient's accumulation.
@@ -140,7 +140,7 @@ class RankGradients:
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
         """If the weight was cast, that cast, as wide as the product, has been freed by then."""
-        return added + (0.0 if self.hold.cast else product), block.put_off
+        return added + (0.0 if self.hold.cast else product), block.released or block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done at each candidate peak: none, or all but one."""

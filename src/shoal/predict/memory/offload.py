@@ -61,11 +61,11 @@ class LeavingGradients(RankGradients):
         return max(0.0, min(count, self.away - before))
 
     def first_product(
-        self, moment: Moment, run: BlockRun, block: BlockActivations
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
         """Gradients that leave are not widened here."""
         if self.stay:
-            yield from super().first_product(moment, run, block)
+            yield from super().first_product(moment, run, done, block)
         yield 0.0, 0.0
 
     @property

@@ -254,7 +254,7 @@ class BackwardPass:
         early = [one for one in block.working if one.made == 0]
         later = [one for one in block.working if one.made != 0]
         yield from self._worked(run, done, left.plus(name, buffers=buffers), early)
-        for size, gone in gradients.first_product(moment, run, block):
+        for size, gone in gradients.first_product(moment, run, done, block):
             yield left.plus(name, grads=grads, activations=block.opening - gone, buffers=passing + size)
         put_off = block.put_off if moment.split else 0.0
         if block.rounding and not moment.split:

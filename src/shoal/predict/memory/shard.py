@@ -226,7 +226,7 @@ class ShardedGradients(RankGradients):
     # Candidate peaks.
 
     def first_product(
-        self, moment: Moment, run: BlockRun, block: BlockActivations
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
         yield 0.0, 0.0
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from shoal.facts.layout.offload import IN_FLIGHT, leaves_early
 from shoal.facts.model.parameters import EMBEDDING
+from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.replicate import ReplicatedGradients
-from shoal.predict.rank_parameters import expert_elements, rank_parameters
+from shoal.predict.rank_parameters import RankParameters, expert_elements, rank_parameters
 
 
 class ScatteredGradients(ReplicatedGradients):
@@ -29,21 +30,25 @@ class ScatteredGradients(ReplicatedGradients):
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
         self.apart = 0
-        if self.layout.ep > 1 and self.model.experts is not None and not self.adapters_only:
+        # Routed experts are a group of their own, even if as many ranks shard them as shard the rest.
+        if self.model.experts is not None and not self.adapters_only:
             layers = sum(run.layers for one in rank.stages for run in one.runs if run.experts)
             self.apart = layers * expert_elements(self.model, self.layout.tp, self.layout.ep)
+        workload = rank.workload
+        here = rank_parameters(workload.layout, workload.model, workload.cut_by, rank.number)
+        matrices = [one.size for block in (here.dense_block, here.sparse_block) for one in block.tensors]
+        # The largest bucket without experts, embedding or head.
+        self.dense_bucket = max(self.bucket, *matrices)
         # Of these, parameters that may share a bucket with the first gradients, the head's and final norm's.
-        self.with_head = self._with_head() if rank.workload.recipe.blockwise else self.others
+        self.with_head = self._with_head(here) if workload.recipe.blockwise else self.others - self.apart
         if not self.model.tied:
             head = self.ends.head.trained
             bucket = self.hold.reduce * min(max(self.bucket, head), self.with_head)
             # A cast product has been freed by then.
             self.head_bucket = bucket
 
-    def _with_head(self) -> int:
+    def _with_head(self, here: RankParameters) -> int:
         """With blockwise moments, only parameters of the same block length share a bucket."""
-        workload = self.rank.workload
-        here = rank_parameters(workload.layout, workload.model, workload.cut_by, self.rank.number)
         head = {one.block for one in (*here.norm.tensors, *here.head.tensors) if one.name != EMBEDDING}
         counted = (
             (here.dense, here.dense_block),
@@ -60,6 +65,8 @@ class ScatteredGradients(ReplicatedGradients):
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """One bucket fills, one is in flight; while the first fills, that may be the previous pass's last."""
         if not done and made == 0:
+            if self.apart and run.experts and self.head_bucket:
+                return self._while_experts(moment, done, made)
             return (
                 self.tied_head(moment)
                 + min(self.buckets(1), self.hold.reduce * self.with_head)
@@ -75,10 +82,44 @@ class ScatteredGradients(ReplicatedGradients):
         leaving = (
             self.leaving * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards if landed > 0 else 0.0
         )
+        if self.apart and run.experts:
+            return self.tied_head(moment) + self._while_experts(moment, done, made) + leaving
         return self.tied_head(moment) + self.buckets(2) + leaving
 
+    def first_product(
+        self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
+    ) -> Iterator[tuple[float, float]]:
+        found = list(super().first_product(moment, run, done, block))
+        if not (self.apart and run.experts and len(found) > 1):
+            yield from found
+            return
+        # The experts' first gradient: at its product, then accumulated and copied into its bucket; then the second one.
+        # If these are the first of all, what ``in_block`` counts is not in flight yet.
+        (product, gone), (added, released), *later = found
+        flying = 0.0 if done or moment.before else -self.hold.reduce * self._of_experts(2)
+        yield product + flying, gone
+        copied = added - (0.0 if self.hold.cast else product) + self.hold.reduce * self._of_experts(1)
+        yield max(added, copied) + flying, released
+        yield from later
+
+    def _while_experts(self, moment: Moment, done: int, made: float | None) -> float:
+        """Two queues: while experts' gradients are made, no other bucket is sent. The bucket sent last is still in
+        flight: the head's, or an attention matrix of the next block. The experts' last bucket, of their ways in, is in
+        flight until their next one is sent.
+        """
+        dense = min((2 if made is None else 1) * self.dense_bucket, self.others - self.apart)
+        if not done and made is not None:
+            dense = round(self.head_bucket / self.hold.reduce) or dense
+        first = made == 0 and not done and not moment.before
+        experts = 0 if first else self._of_experts(2)
+        return self.hold.reduce * (dense + experts)
+
+    def _of_experts(self, ways: int) -> float:
+        """Elements in buckets of their ways out (1), or of their ways in, twice as large (2)."""
+        return min(ways * max(self.bucket, self.down[True]), self.apart)
+
     def buckets(self, count: int) -> float:
-        """Expert buckets count separately, since fewer ranks hold the same experts."""
+        """Routed experts have buckets of their own."""
         largest = max(self.bucket, *self.down)
         elements = sum(min(count * largest, one) for one in (self.others - self.apart, self.apart))
         return self.hold.reduce * elements
