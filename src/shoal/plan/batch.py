@@ -12,8 +12,10 @@ from shoal.plan.scale import best, resized
 
 # A batch that leaves less than this of what replicas would do holds the devices up.
 HELD_UP = 0.7
-# Another batch that gives less than this is not worth changing a recipe for.
+# Another batch that gives less than this is not worth changing a recipe for; and what gives up no more is as fast.
 WORTH_IT = 0.02
+# Axes that several devices work on one sequence by.
+SPLITS = ("tp", "cp", "pp")
 # Where this much of the memory is free, it is not for want of memory that devices share sequences.
 SPARE = 0.75
 # Sequences that several devices share for their length, and not for want of others.
@@ -93,7 +95,7 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     if devices > MOST_DEVICES:
         return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
     tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
-    offers = [offer for offer in tried if offer and offer.gain > WORTH_IT]
+    offers = [offer for offer in tried if offer and _is_better(offer, plan)]
     if not offers:
         return None
     fewer = None
@@ -101,6 +103,18 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     if batch < devices and devices > node:
         fewer = _offer(asked, plan, batch, node)
     return BatchAdvice(batch, devices, plan.layout.data_ranks, offers, fewer)
+
+
+def _is_better(offer: Offer, plan: Plan) -> bool:
+    """Whether more data ranks share it out, and that is faster, or as fast without an axis that splits the model.
+
+    What as many data ranks do better with another batch is no matter of sharing it out.
+    """
+    here, there = plan.layout, offer.plan.layout
+    plainer = {axis for axis in SPLITS if there.degrees[axis] > 1} < {
+        axis for axis in SPLITS if here.degrees[axis] > 1
+    }
+    return there.data_ranks > here.data_ranks and offer.gain > (-WORTH_IT if plainer else WORTH_IT)
 
 
 def _starved(plan: Plan) -> bool:

@@ -1,12 +1,13 @@
 """Choose the layout to run: one rule for ``shoal plan``, ``shoal init``, ``layout = "auto"`` and runs that have lost
 devices.
 
-Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of the
-layouts that leave the headroom, all that cannot be told apart from the fastest is as fast; of these the one with the
-fewest parts, then the one that follows published practice, then the one on the best evidence, then the one with the
-fewest axes, then the fastest. The safest, of those that were found on the way and are not much slower, hardly ever runs
-out of memory, rests on the best evidence, has the fewest parts and leaves the most memory. Something is offloaded only
-where nothing fits without, or takes much longer.
+Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of
+the layouts that leave the headroom, all that cannot be told apart from the fastest is as fast; of these the one with
+the fewest parts, then the one that follows published practice, then the one that leaves the model and its sequences
+whole along the most axes, then the one on the best evidence, then the one with the fewest axes, then the fastest. The
+safest, of those that were found on the way and are not much slower, hardly ever runs out of memory, rests on the best
+evidence, has the fewest parts and leaves the most memory. Something is offloaded only where nothing fits without, or
+takes much longer.
 """
 
 from __future__ import annotations

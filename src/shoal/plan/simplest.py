@@ -1,9 +1,9 @@
 """Find the simplest layout that is fast enough: the way of ``plan/best_first.py`` in another order.
 
 What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what follows the practice of
-published runs; of these, what rests on the best evidence; of as good evidence, what has the fewest axes; and then the
-fastest. A decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory
-that there are, is simpler than all that is left.
+published runs; of these, what cuts the model or a sequence along the fewest axes; of as many, what rests on the best
+evidence; then what has the fewest axes; and then the fastest. A decision adds parts or none, so the first whole
+layout that comes out on top, within the time and the memory that there are, is simpler than all that is left.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Complexity(NamedTuple):
 
     parts: int
     departures: int  # of these, from the practice of published runs
+    cuts: int  # axes that cut the model or a sequence, which data ranks leave whole
     unmeasured: int  # claims that no published run supports
     keys: int  # plain replicas have no part, but a key to write: it decides where the rest is equal
     axes: int  # an axis is more than a policy: it has ranks of its own to place
@@ -54,6 +55,7 @@ class Complexity(NamedTuple):
         return Complexity(
             self.parts + parts,
             self.departures + departures,
+            self.cuts,
             self.unmeasured + unmeasured,
             self.keys + keys,
             self.axes + axes,
@@ -78,6 +80,7 @@ def rank_of(priced: Priced) -> Complexity:
     return Complexity(
         complexity.count(candidate, workload),
         len(practice.departures(workload)),
+        _cuts(candidate.split),
         len(evidence.unmeasured(workload)),
         complexity.replicas_alone(candidate.split, candidate.share, candidate.states),
         sum(degree > 1 for degree in workload.layout.degrees.values()),
@@ -109,7 +112,9 @@ class Simplest(Walk):
             axes = sum(degree > 1 for degree in split)
             where = split, self.asked.model, self.asked.cluster, self.asked.recipe.seq
             parts, departs = complexity.of_split(*where), practice.of_split(*where)
-            self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
+            self._push(
+                Complexity(parts, departs, _cuts(split), len(known), 0, axes, bound), SimplestNode(split)
+            )
 
     def run(self, effort: int | None) -> Priced:
         """The simplest; where so much work does not suffice, the one that was to be beaten. Of layouts that differ in
@@ -234,6 +239,10 @@ class Simplest(Walk):
                         parts = added + complexity.of_unit(unit)
                         more = rank.more(parts, doubts, bound, alone, both, departures=departs)
                         self._push(more, node._replace(states=states, unit=unit))
+
+
+def _cuts(split: ModelSplit) -> int:
+    return (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
 
 
 def _doubts(claims: list[str]) -> int:
