@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from shoal.plan.headroom import free_bytes
@@ -92,6 +93,8 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
         return None
     if batch < devices and not _starved(plan):
         return None
+    if batch > devices and plan.layout.data_ranks < gcd(batch, devices):
+        return None  # more data ranks could share it out, and it was not worth their memory or their traffic
     if devices > MOST_DEVICES:
         return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
     tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
