@@ -64,6 +64,18 @@ def test_a_batch_is_no_limit_where_another_is_shared_out_no_further() -> None:
     assert 1536 not in near(1536, 1024) and batch_advice(request, plan) is None
 
 
+@pytest.mark.parametrize(("on", "batch", "offered"), [("8xH100", 3, [8]), ("48xH100", 64, [48, 72])])
+def test_a_batch_that_few_data_ranks_share_is_the_limit(on: str, batch: int, offered: list[int]) -> None:
+    """Tensor, context and pipeline ranks fill the memory that such a batch leaves, so that it is not free memory
+    that tells.
+    """
+    advice = answered("llama3-8b", on, 4096 if batch == 3 else 8192, batch).decision.batch
+    assert advice is not None and {offer.batch for offer in advice.offers} <= set(offered)
+    assert all(
+        offer.gain > 0.1 and offer.plan.layout.data_ranks > advice.data_ranks for offer in advice.offers
+    )
+
+
 def test_on_thousands_of_devices_another_batch_is_named() -> None:
     advice = answered("llama3-8b", "2048xH100", 8192, 8).decision.batch
     assert advice is not None and advice.offers == []

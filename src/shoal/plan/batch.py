@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from shoal.plan.headroom import free_bytes
-from shoal.plan.judge import Plan
+from shoal.plan.judge import WIDEST, Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
 
@@ -91,12 +91,9 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     long = asked.recipe.seq >= LONG and plan.layout.cp > 1  # so that several devices share a sequence
     if batch in near(batch, devices) or long:
         return None
-    if batch < devices and not _starved(plan):
-        return None
-    if batch > devices and plan.layout.data_ranks < gcd(batch, devices):
-        return None  # more data ranks could share it out, and it was not worth their memory or their traffic
     if devices > MOST_DEVICES:
-        return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
+        said = BatchAdvice(batch, devices, plan.layout.data_ranks, [], None)
+        return said if batch < devices and _starved(plan) else None
     tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
     offers = [offer for offer in tried if offer and _is_better(offer, plan)]
     if not offers:
@@ -109,20 +106,24 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
 
 
 def _is_better(offer: Offer, plan: Plan) -> bool:
-    """Whether more data ranks share it out, and that is faster, or as fast without an axis that splits the model.
+    """Whether more data ranks share it out, and that is faster. What as many do better is no matter of sharing out.
 
-    What as many data ranks do better with another batch is no matter of sharing it out.
+    Where there are as many data ranks as the batch allows, also what is as fast without an axis that splits the model.
     """
     here, there = plan.layout, offer.plan.layout
     plainer = {axis for axis in SPLITS if there.degrees[axis] > 1} < {
         axis for axis in SPLITS if here.degrees[axis] > 1
     }
-    return there.data_ranks > here.data_ranks and offer.gain > (-WORTH_IT if plainer else WORTH_IT)
+    batch = plan.workload.recipe.batch
+    least = WIDEST if batch < plan.world else WORTH_IT  # for a larger batch, what can be told apart
+    if plainer and here.data_ranks == gcd(batch, plan.world):
+        least = -WORTH_IT
+    return there.data_ranks > here.data_ranks and offer.gain > least
 
 
 def _starved(plan: Plan) -> bool:
     """Whether data ranks have one sequence each, or too few for their pipeline, or share sequences though memory would
-    not make them, and it shows."""
+    not make them: what is said where another batch is not tried."""
     layout = plan.layout
     each = plan.workload.recipe.batch // layout.data_ranks
     idle = free_bytes(plan.memory) > SPARE * plan.memory.capacity
