@@ -16,7 +16,8 @@ CONSTRAINTS = $$($(BIN)/python -c 'import sys; print(("/dev/null", "requirements
 
 setup: $(VENV)/.ready
 
-# Anew whenever what is declared has changed.
+# Anew whenever what is declared has changed. Compiled here, because a shell may forbid a command to keep what it
+# compiles: then each would compile again what it imports, a quarter of a second for `shoal plan`.
 $(VENV)/.ready: pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +30,7 @@ $(VENV)/.ready: pyproject.toml $(LOCK)
 		$(BIN)/python -m pip install -qq --upgrade pip && \
 		$(BIN)/python -m pip install -qq --editable '.[hf,dev]'; \
 	fi
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 # Newer versions: what pip chooses today, with the hash of every file of it. Takes minutes.

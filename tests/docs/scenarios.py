@@ -132,7 +132,7 @@ def row(scenario: Scenario) -> str:
     cells = (
         f"{scenario.job}: {scenario.on}, {scenario.batch}×{scenario.seq}",
         scenario.family,
-        f"`{plan.layout}`: {strategy(plan.layout, scenario.lora is not None)}",
+        f"`{plan.layout}`: {strategy(plan.layout, plan.workload.lora)}",
         f"{plan.tokens_per_s_per_gpu:,.0f}",
         percent(plan.mfu),
         beside_ddp(plan),

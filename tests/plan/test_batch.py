@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.plan.planning import answered, asked, judged
 
+from shoal.facts.layout import Layout
 from shoal.plan.batch import batch_advice, near
+from shoal.plan.judge import judge
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,35 @@ def test_a_hundred_sequences_become_96_or_128() -> None:
     assert all(offer.gain > 0.1 for offer in advice.offers)
     offers = found.as_json()["decision"]["batch"]["offers"]
     assert [offer["batch"] for offer in offers] == [96, 128] and all(offer["layout"] for offer in offers)
+
+
+def test_a_batch_that_needs_no_pipeline_is_offered_though_it_is_no_faster() -> None:
+    found = answered("llama3-8b", "8xH100", 8192, 100)
+    advice = found.decision.batch
+    assert found.choice is not None and found.choice.layout.pp > 1
+    assert advice is not None and [offer.batch for offer in advice.offers] == [96, 104]
+    assert [offer.plan.layout.fsdp for offer in advice.offers] == [8, 8]
+    assert all(abs(offer.gain) < 0.02 for offer in advice.offers)
+
+
+def test_a_batch_is_no_limit_where_another_is_shared_out_no_further() -> None:
+    """GPT-3 takes 64 GPUs whatever the batch, and 96 sequences for each 64 are enough of them."""
+    layout = "fsdp=16,zero=1,tp=8,pp=8,schedule=interleaved,micro=3"
+    request = asked("gpt3-175b", "1024xA100-80GB", 2048, 1536, stack="megatron")
+    plan = judge(request.workload(Layout.parse(layout)))
+    assert 1536 not in near(1536, 1024) and batch_advice(request, plan) is None
+
+
+@pytest.mark.parametrize(("on", "batch", "offered"), [("8xH100", 3, [8]), ("48xH100", 64, [48, 72])])
+def test_a_batch_that_few_data_ranks_share_is_the_limit(on: str, batch: int, offered: list[int]) -> None:
+    """Tensor, context and pipeline ranks fill the memory that such a batch leaves, so that it is not free memory
+    that tells.
+    """
+    advice = answered("llama3-8b", on, 4096 if batch == 3 else 8192, batch).decision.batch
+    assert advice is not None and {offer.batch for offer in advice.offers} <= set(offered)
+    assert all(
+        offer.gain > 0.1 and offer.plan.layout.data_ranks > advice.data_ranks for offer in advice.offers
+    )
 
 
 def test_on_thousands_of_devices_another_batch_is_named() -> None:

@@ -132,6 +132,9 @@ def test_parts_have_the_names_of_their_keys() -> None:
         ("llama3.2-1b", "8xH100", 4096, 128, {"fsdp": 8}),
         ("llama3-8b", "8xH100", 4096, 64, {"fsdp": 8}),
         ("llama2-13b", "8xA100-80GB", 4096, 64, {"fsdp": 8}),
+        # As simple as fsdp=320,tp=2, and no published run has replicas of shards: but tensor ranks are for what data
+        # ranks cannot do.
+        ("llama3-8b", "640xH100", 8192, 1280, {"dp": 5, "fsdp": 128}),
     ],
 )
 def test_what_an_expert_would_run(model: str, on: str, seq: int, batch: int, degrees: dict[str, int]) -> None:

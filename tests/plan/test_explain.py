@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.plan.planning import answered, asked, judged
 
+from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.plan.explain import HELD, SPENT, against, binds, link, parts, strategy, why
 from shoal.plan.remedy import for_layout
@@ -75,6 +76,19 @@ def test_why_a_loser_loses() -> None:
 )
 def test_a_strategy_has_the_name_people_use(layout: str, name: str) -> None:
     assert strategy(Layout.parse(layout)) == name
+
+
+@pytest.mark.parametrize(
+    ("lora", "name"),
+    [
+        (Lora(), "LoRA on one GPU"),
+        (Lora(kind="dora"), "DoRA on one GPU"),
+        (Lora(base="nf4"), "QLoRA on one GPU"),
+    ],
+)
+def test_adapters_have_the_name_people_use(lora: Lora, name: str) -> None:
+    assert strategy(Layout(), lora) == name
+    assert strategy(Layout(dp=8), lora) == name.replace("on one GPU", "with DDP")
 
 
 def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:

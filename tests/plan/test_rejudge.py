@@ -70,6 +70,18 @@ def test_a_layout_that_the_planner_chose_gives_way() -> None:
     assert "runs it as" in verdict.words and verdict.as_json()["fits"] is True
 
 
+def test_what_is_at_the_memory_s_edge_there_alone_is_warned_of() -> None:
+    """Whole fp32 logits leave 8B in micro-batches of two 3 GiB in Megatron, and 30 GiB here."""
+    planned = judge(ask("fsdp=8,micro=2", on="8xH100", seq=4096, batch=64))
+    there = rejudged("megatron", planned)[1]
+    assert planned.out_of_memory < 0.001 < there.there.out_of_memory and there.there.fits
+    assert "as megatron runs it, fsdp=8,micro=2 leaves 3.2 GiB free" in there.warning
+    instead = Layout.parse(there.warning.partition("; ")[2].split(" ")[0])
+    roomy = judge(replace(there.there.workload, layout=instead))
+    assert roomy.fits and roomy.out_of_memory <= 0.001
+    assert rejudged("torchtitan", planned)[1].warning == ""
+
+
 def test_tensor_ranks_and_stage_3_become_stage_2_and_are_judged_as_that() -> None:
     planned = judge(ask("fsdp=8,tp=2,micro=1", batch=64))
     _, verdict = rejudged("deepspeed", planned)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from shoal.plan.headroom import free_bytes
-from shoal.plan.judge import Plan
+from shoal.plan.judge import WIDEST, Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
 
 # The batch is the limit if devices reach less than this share of what replicas would.
 HELD_UP = 0.7
-# A gain below this is not worth changing a recipe for.
+# A gain below this is not worth changing a recipe for, and a loss below it does not count.
 WORTH_IT = 0.02
+# Axes along which several devices work on one sequence.
+SPLITS = ("tp", "cp", "pp")
 # With this much memory free, sequences are not split over devices for lack of memory.
 SPARE = 0.75
 # Sequences this long are split over devices because of their length.
@@ -88,12 +91,11 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     long = asked.recipe.seq >= LONG and plan.layout.cp > 1  # so several devices split a sequence
     if batch in near(batch, devices) or long:
         return None
-    if batch < devices and not _starved(plan):
-        return None
     if devices > MOST_DEVICES:
-        return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
+        said = BatchAdvice(batch, devices, plan.layout.data_ranks, [], None)
+        return said if batch < devices and _starved(plan) else None
     tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
-    offers = [offer for offer in tried if offer and offer.gain > WORTH_IT]
+    offers = [offer for offer in tried if offer and _is_better(offer, plan)]
     if not offers:
         return None
     fewer = None
@@ -103,9 +105,25 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     return BatchAdvice(batch, devices, plan.layout.data_ranks, offers, fewer)
 
 
+def _is_better(offer: Offer, plan: Plan) -> bool:
+    """Whether more data ranks share it out, and that is faster. What as many do better is no matter of sharing out.
+
+    Where there are as many data ranks as the batch allows, also what is as fast without an axis that splits the model.
+    """
+    here, there = plan.layout, offer.plan.layout
+    plainer = {axis for axis in SPLITS if there.degrees[axis] > 1} < {
+        axis for axis in SPLITS if here.degrees[axis] > 1
+    }
+    batch = plan.workload.recipe.batch
+    least = WIDEST if batch < plan.world else WORTH_IT  # for a larger batch, what can be told apart
+    if plainer and here.data_ranks == gcd(batch, plan.world):
+        least = -WORTH_IT
+    return there.data_ranks > here.data_ranks and offer.gain > least
+
+
 def _starved(plan: Plan) -> bool:
     """Whether data ranks have one sequence each, or too few for their pipeline, or split sequences without a lack of
-    memory, and throughput suffers."""
+    memory, so that throughput suffers: what is reported where no other batch is tried."""
     layout = plan.layout
     each = plan.workload.recipe.batch // layout.data_ranks
     idle = free_bytes(plan.memory) > SPARE * plan.memory.capacity

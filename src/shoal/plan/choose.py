@@ -3,9 +3,10 @@ devices.
 
 There are three answers. The fastest has the lowest predicted time. The simplest is chosen: among layouts that leave
 the headroom, all that cannot be told apart from the fastest count as equally fast; of these, in order: the fewest
-parts, following published practice, the best evidence, the fewest axes, the lowest time. The safest, among the layouts
-visited that are not much slower, is the least likely to run out of memory, then has the best evidence, the fewest
-parts and the most free memory. Offload is used only if nothing fits without it, or takes much longer.
+parts, following published practice, the fewest axes that split the model or its sequences, the best evidence, the
+fewest axes, the lowest time. The safest, among the layouts visited that are not much slower, is the least likely to run
+out of memory, then has the best evidence, the fewest parts and the most free memory. Offload is used only if nothing
+fits without it, or takes much longer.
 """
 
 from __future__ import annotations

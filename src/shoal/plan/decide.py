@@ -64,7 +64,7 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
 
 def _numbers(plan: Plan) -> str:
     memory = plan.memory
-    named = strategy(plan.layout, plan.workload.lora is not None).replace("one GPU", f"one {_device(plan)}")
+    named = strategy(plan.layout, plan.workload.lora).replace("one GPU", f"one {_device(plan)}")
     return (
         f"{named}, {duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {percent(plan.mfu)}, "

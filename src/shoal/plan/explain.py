@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.facts.cluster import Cluster
+from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.plan.judge import Plan
@@ -143,7 +144,7 @@ def percent(share: float | None) -> str:
     return "unknown" if share is None else f"{share:.1%}"
 
 
-def strategy(layout: Layout, lora: bool = False) -> str:
+def strategy(layout: Layout, lora: Lora | None = None) -> str:
     """A layout's strategy under its common name."""
     data = layout.shards
     if data > 1:
@@ -164,4 +165,7 @@ def strategy(layout: Layout, lora: bool = False) -> str:
     said = " + ".join(names) or "one GPU"
     if layout.offload:
         said += " with offload of " + " and ".join(part.what for part in layout.offload)
-    return f"LoRA with {said}" if lora else said
+    if lora is None:
+        return said
+    kind = {"lora": "LoRA", "dora": "DoRA"}[lora.kind]
+    return f"{'Q' * (lora.base == 'nf4')}{kind} {'with' if names else 'on'} {said}"

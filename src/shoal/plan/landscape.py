@@ -222,7 +222,7 @@ def _told(asked: PlanRequest, plan: Plan, chosen: bool) -> dict[str, Any]:
     plan.called = asked.model_name
     return {
         "layout": str(plan.layout),
-        "words": strategy(plan.layout, plan.workload.lora is not None),
+        "words": strategy(plan.layout, plan.workload.lora),
         "chosen": chosen,
         "runs": plan.runs,
         "degrees": plan.degrees,

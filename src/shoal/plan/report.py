@@ -263,7 +263,7 @@ def _plan(found: PlanReport, plan: Plan) -> dict[str, Any]:
     total = found.cost(plan)
     return {
         **plan_json(plan),
-        "strategy": strategy(plan.layout, plan.workload.lora is not None),
+        "strategy": strategy(plan.layout, plan.workload.lora),
         "binds": binds(plan),
         "parts": [vars(part) for part in parts(plan)],
         "against_best": "" if plan is best else against(plan, best),

@@ -1,8 +1,9 @@
 """Find the simplest layout that is fast enough: ``plan/best_first.py`` in another order.
 
 Layouts with the fewest parts come first (``plan/complexity.py``); then those that follow published practice, then
-those with the best evidence, the fewest axes, and the lowest time. Each decision adds parts or none, so the first
-whole layout that reaches the top, within the time and memory limits, is simpler than all that is left.
+those that split the model or a sequence along the fewest axes, then those with the best evidence, the fewest axes, and
+the lowest time. Each decision adds parts or none, so the first whole layout that reaches the top, within the time and
+memory limits, is simpler than all that is left.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Complexity(NamedTuple):
 
     parts: int
     departures: int  # of these, departures from the practice of published runs
+    cuts: int  # axes that split the model or a sequence, which data ranks leave whole
     unmeasured: int  # claims that no published run supports
     keys: int  # plain replicas are not a part, but have a key to write: a tie-break
     axes: int  # an axis costs more than a policy: its ranks must be placed
@@ -53,6 +55,7 @@ class Complexity(NamedTuple):
         return Complexity(
             self.parts + parts,
             self.departures + departures,
+            self.cuts,
             self.unmeasured + unmeasured,
             self.keys + keys,
             self.axes + axes,
@@ -77,6 +80,7 @@ def rank_of(priced: Priced) -> Complexity:
     return Complexity(
         complexity.count(candidate, workload),
         len(practice.departures(workload)),
+        _cuts(candidate.split),
         len(evidence.unmeasured(workload)),
         complexity.replicas_alone(candidate.split, candidate.share, candidate.states),
         sum(degree > 1 for degree in workload.layout.degrees.values()),
@@ -108,7 +112,9 @@ class Simplest(Walk):
             axes = sum(degree > 1 for degree in split)
             where = split, self.asked.model, self.asked.cluster, self.asked.recipe.seq
             parts, departs = complexity.of_split(*where), practice.of_split(*where)
-            self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
+            self._push(
+                Complexity(parts, departs, _cuts(split), len(known), 0, axes, bound), SimplestNode(split)
+            )
 
     def run(self, effort: int | None) -> Priced:
         """The simplest; if ``effort`` runs out, the given ``best``. Among layouts with nearly equal time, one that is
@@ -233,6 +239,10 @@ class Simplest(Walk):
                         parts = added + complexity.of_unit(unit)
                         more = rank.more(parts, doubts, bound, alone, both, departures=departs)
                         self._push(more, node._replace(states=states, unit=unit))
+
+
+def _cuts(split: ModelSplit) -> int:
+    return (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
 
 
 def _doubts(claims: list[str]) -> int:

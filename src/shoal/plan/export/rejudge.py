@@ -12,6 +12,7 @@ from shoal.facts.layout.stack_limits import RULES, runs
 from shoal.facts.problem import BadInput
 from shoal.plan.explain import GIB, lacks
 from shoal.plan.export import Exported, export
+from shoal.plan.headroom import UNLIKELY, chance, free
 from shoal.plan.judge import Plan, asked_of, judge
 from shoal.plan.search import searched
 from shoal.predict.workload import Workload
@@ -24,7 +25,7 @@ class Rejudged:
     target: str
     planned: Plan
     there: Plan
-    warning: str = ""  # why another layout was written
+    warning: str = ""  # why another layout was written, or what this one risks there
 
     @property
     def words(self) -> str:
@@ -63,7 +64,7 @@ def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, 
     there = judge(exported.runs_as)
     refused = there.lacks if there.workload.stack.name in RULES and not there.runs else ""
     if there.fits and not refused:
-        return exported, Rejudged(target, planned, there)
+        return exported, Rejudged(target, planned, there, _at_the_edge(target, planned, there))
     what = f"as {target} runs it, {there.layout} does not fit: {lacks(there.memory)}"
     if refused:
         what = f"{target} does not run {there.layout} ({refused})"
@@ -84,9 +85,28 @@ def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, 
     )
 
 
-def nearest_that_fits(workload: Workload) -> Plan | None:
-    """The fastest layout that fits with the same degrees; otherwise the best one that the stack runs."""
-    fitting = [plan for other in _neighbours(workload) if (plan := judge(other)).fits]
+def _at_the_edge(target: str, planned: Plan, there: Plan) -> str:
+    """A warning where the export runs out of memory more often than the plan that it was made from."""
+    if there.out_of_memory <= max(UNLIKELY, planned.out_of_memory):
+        return ""
+    warning = (
+        f"as {target} runs it, {there.layout} leaves {free(there.memory)} and runs out of memory with a probability of "
+        f"{chance(there.out_of_memory)}"
+    )
+    found = nearest_that_fits(there.workload, UNLIKELY)
+    if found is None:
+        return warning
+    return f"{warning}; {found.layout} leaves {free(found.memory)}, {found.step.seconds:.3g} s/step there"
+
+
+def nearest_that_fits(workload: Workload, risk: float = 1.0) -> Plan | None:
+    """The fastest layout with the same degrees that fits within ``risk``; otherwise the best one that the stack runs.
+
+    ``risk``: the highest probability of running out of memory.
+    """
+    fitting = [
+        plan for other in _neighbours(workload) if (plan := judge(other)).fits and plan.out_of_memory <= risk
+    ]
     if fitting:
         return min(fitting, key=lambda plan: plan.step.seconds)
     if workload.stack.name not in RULES:
