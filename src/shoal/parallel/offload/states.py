@@ -187,7 +187,9 @@ class OffloadedStates:
                 sizes[block] += piece.stop - piece.start
         # Parameters of the largest block: as many pass through a buffer at once.
         self.block = max(sizes.values(), default=1)
-        self._coming: object = None
+        # What gradients came with last, also those that stay; and the one that they come with.
+        self._coming: deque[object] = deque(maxlen=IN_FLIGHT)
+        self._unit: object = None
         self._leaving: deque[Leaving] = deque()
         self._adder = HostThread("shoal-gradients", memory.device)
         self._landing: LandingBuffer | None = None
@@ -223,7 +225,7 @@ class OffloadedStates:
         state, gradient = self.away[piece], gradient.detach()
         state.wait_until_read()
         # Gradients of a block come together, and those of the network's ends.
-        self._make_room(block_of(piece.held.label) if together is None else together)
+        self.make_room(block_of(piece.held.label) if together is None else together)
         if complete or not self.several:
             # Measured where it is quickest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -256,9 +258,10 @@ class OffloadedStates:
         while self._leaving:
             self._let_go()
 
-    def let_go_but_last(self) -> None:
-        """Of all but what came last; to be called as a block's backward pass begins, whose first product is large."""
-        while self._leaving and self._leaving[0].unit != self._leaving[-1].unit:
+    def let_go_but(self, unit: object) -> None:
+        """Of all but what came with ``unit``, the block behind; to be called as a block's backward pass begins, whose
+        first product is large."""
+        while self._leaving and self._leaving[0].unit != unit:
             self._let_go()
 
     def _send(self, piece: Shard) -> Callable[[Tensor], None]:
@@ -273,6 +276,7 @@ class OffloadedStates:
         def keep(parameter: Tensor) -> None:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
+            self.make_room(block_of(piece.held.label))
             if piece.summed is None:
                 # A copy: FSDP's is part of its unit's, which would stay with it.
                 piece.summed = gradient.to(self.states, copy=True)
@@ -282,16 +286,21 @@ class OffloadedStates:
 
         return keep
 
-    def _make_room(self, unit: object) -> None:
-        """A gradient's memory is used again when it has been copied: those of two blocks may be on their way."""
-        self._coming = unit
-        units = list(dict.fromkeys([*(one.unit for one in self._leaving), unit]))
-        for gone in units[:-IN_FLIGHT]:
-            while self._leaving and self._leaving[0].unit == gone:
-                self._let_go()
+    def make_room(self, unit: object) -> None:
+        """A gradient's memory is used again when it has been copied: those of two units may be on their way.
+
+        To be called as gradients of one come, also of one whose gradients all stay.
+        """
+        self._unit = unit
+        if (
+            unit not in self._coming
+        ):  # the last norm's gradient comes among those of a block, and is the head's unit
+            self._coming.append(unit)
+        while self._leaving and self._leaving[0].unit not in self._coming:
+            self._let_go()
 
     def _copy(self, part: Tensor, room: Tensor, gradient: Tensor) -> torch.cuda.Event | None:
-        """``part`` of a gradient, which is held until it has left."""
+        """``part`` of a gradient, whose memory ``gradient`` holds until it has left."""
         stream = left = None
         if (out := self.streams.out) is None:
             room.copy_(part)
@@ -301,7 +310,7 @@ class OffloadedStates:
             with torch.cuda.stream(out):
                 room.copy_(part, non_blocking=True)
             left = out.record_event()
-        self._leaving.append(Leaving(self._coming, gradient, stream, left))
+        self._leaving.append(Leaving(self._unit, gradient, stream, left))
         return left
 
     def _send_to_file(self, state: AwayState, gradient: Tensor, adds_up: bool = False) -> bool:
@@ -313,7 +322,7 @@ class OffloadedStates:
             left = self.staged.add(name, gradient, self.states, first, state.squares)
         else:
             left = self.staged.send(state.filed.begin_gradient(gradient.dtype), gradient)
-        self._leaving.append(Leaving(self._coming, gradient, None, left))
+        self._leaving.append(Leaving(self._unit, gradient, None, left))
         return True
 
     def _let_go(self) -> None:
@@ -333,7 +342,7 @@ class OffloadedStates:
         for start in range(0, flat.numel(), most):
             part = flat[start : start + most]
             landed = self._landing.take(part.nbytes).view(gradient.dtype)
-            left = self._copy(part, landed, gradient)
+            left = self._copy(part, landed, flat)
             done = self._adder.submit(_add_up, room.view(-1)[start : start + most], landed, left, first)
             self._landing.taken(done)
             state.landing = done
