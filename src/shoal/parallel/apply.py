@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -234,8 +235,9 @@ def apply(
             for part in parts:
                 _leave_early(part, offloaded, shared, compute)
                 if isinstance(part, NoReducer):
-                    for block in blocks:
-                        before_backward(block, offloaded.let_go_but_last)
+                    for number, block in enumerate(blocks, 1):
+                        behind = number if number < len(blocks) else None  # the ends come together
+                        before_backward(block, partial(offloaded.let_go_but, behind))
             blocks[-1].register_forward_pre_hook(offloaded.let_go)
     # ZeRO-1/2 all-gathers and fp8 scales read weights right after an update, so they must wait for it.
     reads_ahead = None

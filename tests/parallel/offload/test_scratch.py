@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoal.facts.problem import BadInput
+from shoal.parallel.offload import scratch
 from shoal.parallel.offload.direct_files import PIECE, DirectFiles, ScratchDamaged, aligned
 from shoal.parallel.offload.scratch import (
     BLOCK,
@@ -60,11 +62,15 @@ def test_a_good_directory_has_no_problem_and_nothing_is_left_in_it(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_directory_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_a_bad_directory_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(tmp_path / "no").endswith("no does not exist")
     (tmp_path / "file").touch()
     assert said(tmp_path / "file").endswith("is no directory")
+    (problem,) = scratch_problems(tmp_path / "file", 0)
+    assert "mkdir" not in problem.fix
     assert "room for" in said(tmp_path, 2**60) and "GiB there" in said(tmp_path, 2**60)
+    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
+    assert "room for 3.0 MiB, and this layout keeps 7.5 MiB there" in said(tmp_path, 15 * 2**19)
     memory = Path("/dev/shm")
     assert file_system(memory) == "tmpfs"
     assert said(memory).endswith("is in memory (tmpfs)")
@@ -85,6 +91,24 @@ def test_a_live_run_is_refused_by_name_and_a_dead_one_is_cleared(
     assert scratch_problems(tmp_path, 0) == []
     assert remove_leftovers(tmp_path) == [held]
     assert [one.name for one in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_directory_that_a_launcher_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked, removed = scratch._locked, list[Path]()
+
+    def remove_first(handle: int) -> bool:
+        if not removed:
+            removed.extend(scratch.remove_leftovers(tmp_path))
+        return locked(handle)
+
+    monkeypatch.setattr(scratch, "_locked", remove_first)
+    made = Scratch(tmp_path, "mine", 0)
+    assert removed == [made.path]
+    assert scratch.remove_leftovers(tmp_path) == []
+    assert [owner["run"] for owner in scratch._live(tmp_path)] == ["mine"]
+    made.remove()
 
 
 def test_a_rank_clears_its_own_and_removes_it_at_the_end(tmp_path: Path) -> None:

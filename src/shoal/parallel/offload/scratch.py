@@ -47,8 +47,9 @@ def scratch_problems(
     where = "offload.scratch"
     place = _nearest(root) if made_by_us else root
     if not place.is_dir():
-        said = "is no directory" if place.exists() else "does not exist"
-        return [Problem(f"the scratch directory {root} {said}", f"mkdir -p {root}, or another one", where)]
+        if place.exists():
+            return [Problem(f"the scratch directory {root} is no directory", FIX, where)]
+        return [Problem(f"the scratch directory {root} does not exist", f"mkdir -p {root}, or {FIX}", where)]
     found = []
     kind = file_system(place)
     if kind in IN_MEMORY:
@@ -70,8 +71,9 @@ def scratch_problems(
     if needed > room:
         found.append(
             Problem(
-                f"the scratch directory {root} has room for {_gib(room)}, and this layout keeps {_gib(needed)} there",
-                f"free {_gib(needed - room)}, a smaller fraction in the layout, or {FIX}",
+                f"the scratch directory {root} has room for {_in_units(room)}, "
+                f"and this layout keeps {_in_units(needed)} there",
+                f"free {_in_units(needed - room)}, a smaller fraction in the layout, or {FIX}",
                 where,
             )
         )
@@ -92,22 +94,40 @@ class Scratch:
     def __init__(self, root: Path, run: str, rank: int) -> None:
         """Create it empty, removing what an earlier process of the same rank left."""
         self.path = root / f"{PREFIX}{run}-{rank:05d}"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise BadInput(f"cannot make the scratch directory {self.path}: {error.strerror}", FIX) from None
-        if not _locked(self._lock):
+        for _ in range(TRIES):
+            self._lock = self._take_lock()
+            if self._is_there():
+                break
             os.close(self._lock)
-            raise BadInput(
-                f"the scratch directory {self.path} is in use by {_in_words(_owner(self.path))}", ELSEWHERE
-            )
+        else:
+            raise BadInput(f"another process keeps removing the scratch directory {self.path}", ELSEWHERE)
         for file in self.path.iterdir():
             if file.name != LOCK:
                 file.unlink()
         owner = {"run": run, "rank": rank, "process": os.getpid(), "host": socket.gethostname()}
         os.truncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps(owner).encode(), 0)
+
+    def _take_lock(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadInput(f"cannot make the scratch directory {self.path}: {error.strerror}", FIX) from None
+        if not _locked(lock):
+            os.close(lock)
+            raise BadInput(
+                f"the scratch directory {self.path} is in use by {_in_words(_owner(self.path))}", ELSEWHERE
+            )
+        return lock
+
+    def _is_there(self) -> bool:
+        """Whether the lock is that of the directory: a launcher that starts now may have taken a directory without
+        a lock for a leftover."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), (self.path / LOCK).stat())
+        except FileNotFoundError:
+            return False
 
     def remove(self) -> None:
         """Remove it with all its contents. The lock goes last."""
@@ -208,8 +228,12 @@ def _nearest(path: Path) -> Path:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
+    total = 0
+    with suppress(FileNotFoundError):  # its launcher is removing it
+        for file in path.iterdir():
+            total += file.stat().st_blocks * 512
+    return total
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def _in_units(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

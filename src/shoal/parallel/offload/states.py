@@ -188,7 +188,9 @@ class OffloadedStates:
                 sizes[block] += piece.stop - piece.start
         # Parameters of the largest block: the most that pass through the landing buffer at once.
         self.block = max(sizes.values(), default=1)
-        self._coming: object = None
+        # What gradients came with last, also those that stay; and the one that they come with.
+        self._coming: deque[object] = deque(maxlen=IN_FLIGHT)
+        self._unit: object = None
         self._leaving: deque[Leaving] = deque()
         self._adder = HostThread("shoal-gradients", memory.device)
         self._landing: LandingBuffer | None = None
@@ -224,7 +226,7 @@ class OffloadedStates:
         state, gradient = self.away[piece], gradient.detach()
         state.wait_until_read()
         # Gradients of a block arrive together, as do those of the network's ends.
-        self._make_room(block_of(piece.held.label) if together is None else together)
+        self.make_room(block_of(piece.held.label) if together is None else together)
         if complete or not self.several:
             # Compute the sum of squares on the device, where it is fastest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -257,11 +259,11 @@ class OffloadedStates:
         while self._leaving:
             self._let_go()
 
-    def let_go_but_last(self) -> None:
-        """Release all but the last unit's gradients. Call it as a block's backward pass begins, whose first matmul
-        needs memory.
+    def let_go_but(self, unit: object) -> None:
+        """Release all gradients but those of ``unit``, the next block. Call it as a block's backward pass begins, whose
+        first matmul needs memory.
         """
-        while self._leaving and self._leaving[0].unit != self._leaving[-1].unit:
+        while self._leaving and self._leaving[0].unit != unit:
             self._let_go()
 
     def _send(self, piece: Shard) -> Callable[[Tensor], None]:
@@ -276,6 +278,7 @@ class OffloadedStates:
         def keep(parameter: Tensor) -> None:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
+            self.make_room(block_of(piece.held.label))
             if piece.summed is None:
                 # A copy: FSDP's gradient is part of its unit's buffer, which would otherwise stay alive.
                 piece.summed = gradient.to(self.states, copy=True)
@@ -285,13 +288,17 @@ class OffloadedStates:
 
         return keep
 
-    def _make_room(self, unit: object) -> None:
-        """Limit gradients in flight to two blocks': memory is reused once it has been copied."""
-        self._coming = unit
-        units = list(dict.fromkeys([*(one.unit for one in self._leaving), unit]))
-        for gone in units[:-IN_FLIGHT]:
-            while self._leaving and self._leaving[0].unit == gone:
-                self._let_go()
+    def make_room(self, unit: object) -> None:
+        """Limit gradients in flight to two units': memory is reused once it has been copied.
+
+        Call it as the gradients of a unit arrive, even if all of them stay.
+        """
+        self._unit = unit
+        # The final norm's gradient arrives among a block's, and belongs to the head's unit.
+        if unit not in self._coming:
+            self._coming.append(unit)
+        while self._leaving and self._leaving[0].unit not in self._coming:
+            self._let_go()
 
     def _copy(self, part: Tensor, room: Tensor, gradient: Tensor) -> torch.cuda.Event | None:
         """Copy ``part`` of a gradient to ``room``; hold the gradient until it has left."""
@@ -304,7 +311,7 @@ class OffloadedStates:
             with torch.cuda.stream(out):
                 room.copy_(part, non_blocking=True)
             left = out.record_event()
-        self._leaving.append(Leaving(self._coming, gradient, stream, left))
+        self._leaving.append(Leaving(self._unit, gradient, stream, left))
         return left
 
     def _send_to_file(self, state: AwayState, gradient: Tensor, adds_up: bool = False) -> bool:
@@ -318,7 +325,7 @@ class OffloadedStates:
             left = self.staged.add(name, gradient, self.states, first, state.squares)
         else:
             left = self.staged.send(state.filed.begin_gradient(gradient.dtype), gradient)
-        self._leaving.append(Leaving(self._coming, gradient, None, left))
+        self._leaving.append(Leaving(self._unit, gradient, None, left))
         return True
 
     def _let_go(self) -> None:
@@ -338,7 +345,7 @@ class OffloadedStates:
         for start in range(0, flat.numel(), most):
             part = flat[start : start + most]
             landed = self._landing.take(part.nbytes).view(gradient.dtype)
-            left = self._copy(part, landed, gradient)
+            left = self._copy(part, landed, flat)
             done = self._adder.submit(_add_up, room.view(-1)[start : start + most], landed, left, first)
             self._landing.taken(done)
             state.landing = done

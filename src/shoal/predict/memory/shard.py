@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shoal.facts.layout.buckets import sharded_dimension
+from shoal.facts.layout.offload import IN_FLIGHT
 from shoal.facts.layout.parameter_groups import EXPERTS
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.block_workload import BlockActivations
@@ -48,11 +49,15 @@ class ShardedGradients(RankGradients):
         # Whether units are freed between forward and backward.
         first = self.unit * self.one.runs[0].block.whole
         self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
-        # With replicas, gradients may be reduced in another precision than they are stored in.
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
-        self.leaving = 1.0 - self.stay  # share on its way to the host
-        rests = self.hold.gradient if self.stay == 1 else self.hold.compute
-        self.cast_sums = self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != rests
+        # How many of this rank's gradients leave for the host: those of the last parameters, which arrive first.
+        self.away = self.total.trained_share * (1.0 - self.stay)
+        # Replicas of shards reduce gradients in another precision than the one they are stored in, or leave in.
+        sums = self.layout.dp > 1 and not self.adapters_only
+        self.copies_kept = self.hold.reduce != self.hold.gradient or self.away > 0
+        self.casts_kept = sums and self.copies_kept
+        self.casts_leaving = sums and self.hold.reduce != self.hold.compute
+        self.cast_sums = self.casts_leaving if self.away else self.casts_kept
         # With several passes, replicas accumulate reduced gradients here in the reduction precision; these leave in
         # the last pass.
         self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
@@ -82,16 +87,16 @@ class ShardedGradients(RankGradients):
             waiting -= waiting * self._blocks_arrived(done) // self.one.layers
             if self.waits:
                 return self.hold.reduce * (self._arrived(done) + waiting)
-            return self.hold.gradient * self.stay * (self._arrived(done) + waiting)
+            return self.hold.gradient * (self._kept(0, self._arrived(done)) + self.stay * waiting)
         everything = self.total.trained_share * self.stay
         if self.waits:
             left = 0 if self.partial else self._arrived(done)
-            return self.hold.gradient * left * self.stay + self.hold.reduce * (
+            return self.hold.gradient * self._kept(0, left) + self.hold.reduce * (
                 self.total.trained_share - left
             )
         if not self.cast_sums:
             return self.hold.gradient * everything
-        cast = 0.0 if self.partial else self._arrived(done) * self.stay
+        cast = 0.0 if self.partial else self._kept(0, self._arrived(done))
         return self.hold.gradient * cast + self.hold.reduce * (everything - cast)
 
     def _arrived(self, done: int | None) -> int:
@@ -102,6 +107,14 @@ class ShardedGradients(RankGradients):
         # A tied matrix is one unit with the embedding, whose gradient comes at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
         return arrived + stage.last_blocks(units).trained_share
+
+    def _leaving(self, before: int, count: int) -> float:
+        """Of the ``count`` gradients that come after so many, those that leave the device."""
+        return max(0.0, min(count, self.away - before))
+
+    def _kept(self, before: int, count: int) -> float:
+        """And those that stay, for the update at the end of the step."""
+        return (count - self._leaving(before, count)) if self.stay else 0.0
 
     def _blocks_arrived(self, done: int | None) -> int:
         return 0 if done is None else done - next_unit(self.one, done, self.unit).done
@@ -197,26 +210,31 @@ class ShardedGradients(RankGradients):
     def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
         """Reduced gradients of the two previous units: replicas' sums still in the reduction precision, and those on
         their way to the host."""
-        held = self.hold.reduce if self.cast_sums and not self.partial else 0.0
-        if not self.partial:
-            held += self.hold.compute * self.leaving
-        if not held:
+        if self.partial or not (self.cast_sums or self.away):
             return 0.0
-        sums: list[int] = []
+        sums: list[tuple[int, int]] = []  # what came before, and how many come then
         done -= next_unit(self.one, done, self.unit).done
         while done and len(sums) < count:
             blocks = next_unit(self.one, done - 1, self.unit).blocks
-            sums.append(self._block(run).trained_share * blocks)
+            sums.append((self._arrived(done - blocks), self._block(run).trained_share * blocks))
             done -= blocks
         if not self.model.tied:
-            sums.append(self.ends.head.trained_share)
-        return held * sum(sums[:count])
+            sums.append((0, self.ends.head.trained_share))
+        held = 0.0
+        for number, (before, landed) in enumerate(sums[:count]):
+            leaving = self._leaving(before, landed)
+            cast = self.casts_leaving * leaving + self.casts_kept * (landed - leaving)
+            # Those of two blocks may be on their way, which are one unit where it has as many.
+            going = leaving if number * self.unit < IN_FLIGHT else 0.0
+            held += self.hold.reduce * cast + self.hold.compute * going
+        return held
 
-    def _summed(self, moment: Moment, share: int) -> tuple[float, float]:
-        """A unit's reduced gradient as it arrives: the bytes that are stored, and those that are freed again."""
+    def _summed(self, moment: Moment, before: int, share: int) -> tuple[float, float]:
+        """A unit's reduced gradient as it arrives after ``before`` elements: the bytes that are stored, and those that
+        are freed again."""
         hold = self.hold
-        cast = hold.reduce != hold.gradient
-        kept, travelled = hold.gradient * share * self.stay, hold.reduce * share
+        cast = self.copies_kept
+        kept, travelled = hold.gradient * self._kept(before, share), hold.reduce * share
         if self.partial:
             return 0.0, travelled
         if moment.before and self.layout.dp == 1:
@@ -233,19 +251,31 @@ class ShardedGradients(RankGradients):
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """Blocks near the ends too, because inner blocks have more gathered and in flight than the outermost ones.
 
-        With several blocks per unit, a unit ends with its first block.
+        With several blocks per unit, a unit ends with its first block. The candidate peaks are the first two units to
+        arrive, and the last two with others ahead of them.
         """
-        last = run.layers - 1
-        found = {0, 1, last - 1, (self.one.layers - 1 - done) % self.unit}
-        if self.unit > 1 or self.cast_sums or self.leaving:
+        last, unit = run.layers - 1, self.unit
+        found = {0, 1, last - 1, (self.one.layers - 1 - done) % unit}
+        if unit > 1:
+            found |= {
+                (self.one.layers - 1 - done) % unit + unit,
+                last - unit,
+                last - unit * self.tune.prefetch,
+            }
+        if unit > 1 or self.cast_sums or self.away:
             found |= {2, last}
+        if 0 < self.stay < 1:
+            # Beside the first gradients that stay, and the last that leave.
+            each = max(1, self._block(run).trained_share)
+            cut = int(max(0.0, self.away - self._arrived(0)) // each) - done
+            found |= set(range(cut - unit, cut + 2 * unit + 2))
         return sorted({max(0, min(one, last)) for one in found})
 
     def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
         if self.adapters_only or self.model.tied:
             return
         hold, head = self.hold, self.ends.head
-        stays, going = self._summed(moment, head.trained_share)
+        stays, going = self._summed(moment, 0, head.trained_share)
         gathered = self.in_loss(moment) - (hold.compute * head.whole if self.frees else 0.0)
         passing = gathered + (hold.compute + hold.reduce) * head.trained + going
         yield left.plus("head", grads=stays, buffers=passing)
@@ -298,7 +328,7 @@ class ShardedGradients(RankGradients):
         # The unit's full gradients and the copy being sent; then that copy and this rank's reduced shard.
         whole = hold.compute * unit + self._landing(run, done)
         yield left.plus(name, grads=grads, buffers=passing + whole)
-        stays, going = self._summed(moment, self._block(run).trained_share * blocks)
+        stays, going = self._summed(moment, self._arrived(done), self._block(run).trained_share * blocks)
         going += self._landing(run, done, 1)
         if self.rank.lone_experts and run.experts and not moment.before:
             stays += hold.gradient * self.rank.whole_experts * blocks * self.stay
@@ -314,7 +344,7 @@ class ShardedGradients(RankGradients):
         passing = kept + before + hold.compute * table.trained + self.tied_head(moment)
         passing += self._landing(run, layers)
         yield left.plus("embedding", activations=entering, buffers=passing)
-        stays, passing = self._summed(moment, table.trained_share)
+        stays, passing = self._summed(moment, self._arrived(layers), table.trained_share)
         # What is being reduced is no longer gathered; a reduced gradient is freed as it is cast.
         passing += (0.0 if self.frees else kept) + hold.reduce * table.trained
         passing += 0.0 if self.model.tied else hold.compute * table.trained
