@@ -229,9 +229,9 @@ def in_layer(name: str, layer: int) -> str:
 # Trained parameters.
 
 
-def adapter_key(lora: Lora | None) -> Adapters | None:
+def adapter_key(lora: Lora | None, model: Model) -> Adapters | None:
     """What matters of LoRA here, as a key that can be hashed."""
-    return None if lora is None else lora.adapters
+    return None if lora is None else lora.adapters_of(model)
 
 
 @cache
@@ -246,7 +246,7 @@ def _factors(model: Model, experts: bool, lora: Adapters, tp: int, sp: bool, ind
 
 def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTensor]:
     """LoRA's of one of the stages, on rank ``index`` of its tensor group, in forward order and by their own names."""
-    lora, layout, model = adapter_key(workload.lora), workload.layout, workload.model
+    lora, layout, model = adapter_key(workload.lora, workload.model), workload.layout, workload.model
     if lora is None:
         return []
     found = []
@@ -259,7 +259,7 @@ def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTens
 
 def padded_factors(workload: Workload, here: RankParameters, ranks: int) -> int:
     """Elements of LoRA's factors, gathered from so many ranks."""
-    lora, layout = adapter_key(workload.lora), workload.layout
+    lora, layout = adapter_key(workload.lora, workload.model), workload.layout
     if lora is None:
         return 0
     kinds = [_factors(workload.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
@@ -276,7 +276,7 @@ class Trained(NamedTuple):
 
 def trained(workload: Workload, here: RankParameters) -> Trained:
     """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
-    lora, layout = adapter_key(workload.lora), workload.layout
+    lora, layout = adapter_key(workload.lora, workload.model), workload.layout
     if lora is None and workload.recipe.freezes:
         stages = [named_tensors(here, workload.model, stage) for stage in here.stages]
         some = component_of(one for stage in stages for one in with_gradients(workload, stage))

@@ -85,6 +85,8 @@ def logits(model: nn.Module) -> Tensor:
         ("qwen3", "pp=2", "lora"),
         ("llama", "tp=2", "dora"),
         ("qwen2", "fsdp=2", "dora"),
+        ("gemma2", "fsdp=2", "lora"),
+        ("gemma3_text", "tp=2", "lora"),
     ],
 )
 def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
