@@ -3,7 +3,8 @@
 A plan names modules, ``*`` for a number, and gives each a word that ``transformers`` uses for it: the same plan that a
 Hugging Face model brings along, or one of the user's own. Layers become this rank's part of themselves, as plain
 tensors; what goes in and out of them is summed or gathered (``tensor_region``). Attention then has fewer heads, which a
-module must not mind: it reads their number off the shapes.
+module must not mind: it reads their number off the shapes. Of experts whose weights are stacked each rank has some,
+whole, and leaves the other tokens to the others.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
 VOCABULARY = "embedding_rowwise"
 # Whole on every rank: of the second kind each rank sees a part of what its gradient comes from.
 WHOLE, WHOLE_SUMMED = "replicate", "replicated_with_grad_allreduce"
-STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, WHOLE, WHOLE_SUMMED)
-OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW}
+# A module of stacked experts, called with tokens, the numbers of their experts, and the weights of these.
+EXPERTS = "ep_dispatch_experts"
+STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, EXPERTS, WHOLE, WHOLE_SUMMED)
+# The last is of plans that cut every expert; whole ones are the same network, and their products are larger.
+OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW, "moe_tp_experts": EXPERTS}
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 TEACH = 'run.prepare(…, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}), see docs/library.md; or tp=1'
@@ -83,6 +87,9 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
             continue
         if hasattr(layer, "base_layer"):
             raise BadInput(f"layout tp={tp}: {name} has an adapter, which is not split here", ADAPTERS)
+        if style == EXPERTS:
+            _check_experts(layer, name, tp)
+            continue
         wanted = nn.Embedding if style == VOCABULARY else nn.Linear
         if not isinstance(layer, wanted):
             raise BadInput(
@@ -92,6 +99,19 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
         width = layer.weight.shape[0 if style == COLUMN else 1]
         if style in (COLUMN, ROW, ROW_SPLIT) and width % tp:
             raise BadInput(f"layout tp={tp} does not divide the {width} features of {name}", "another tp")
+
+
+def _check_experts(layer: nn.Module, name: str, tp: int) -> None:
+    count = getattr(layer, "num_experts", None)
+    stacked = [one.shape[0] if one.dim() > 1 else None for one in layer.parameters()]
+    if not isinstance(count, int) or not stacked or {*stacked} != {count}:
+        raise BadInput(
+            f"plan: {name} is a {type(layer).__name__}, and {EXPERTS!r} splits modules whose weights are "
+            "stacked, num_experts of each",
+            "tp=1",
+        )
+    if count % tp:
+        raise BadInput(f"layout tp={tp} does not divide the {count} experts of {name}", "another tp")
 
 
 def split_module(
@@ -109,6 +129,10 @@ def split_module(
         layer: Any = module.get_submodule(path)
         if style == WHOLE_SUMMED:
             summed.update(names[parameter] for parameter in layer.parameters())
+        elif style == EXPERTS:
+            boxes = [_cut(one, names, 0, tp, index, parts) for one in layer.parameters()]
+            layer.num_experts = boxes[0].shape[0]
+            layer.forward = MethodType(_experts(layer.forward, group, tp, boxes[0]), layer)
         elif style != WHOLE:
             weight, bias = layer.weight, getattr(layer, "bias", None)
             first = _cut(weight, names, 1 if style in (ROW, ROW_SPLIT) else 0, tp, index, parts)
@@ -136,6 +160,26 @@ def _cut(
     if box != cut_evenly(box.whole, dimension, tp, index):
         raise BadInput(f"plan: {name} is tied, and split in two ways", "one way for both")
     return box
+
+
+def _experts(
+    whole: Callable[..., Tensor], group: dist.ProcessGroup, tp: int, box: Box
+) -> Callable[..., Tensor]:
+    """The module's own pass with the experts that are here. Others' tokens get a number beyond the last, which modules
+    of ``transformers`` skip, and no weight.
+    """
+    first, count = box.offset[0], box.shape[0]
+
+    def experts(layer: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        here = (chosen >= first) & (chosen < first + count)
+        chosen = torch.where(here, chosen - first, count)
+        weights = torch.where(here, SumBackward.apply(weights, group, tp), 0)
+        summed: Tensor = SumForward.apply(
+            whole(SumBackward.apply(tokens, group, tp), chosen, weights), group, tp
+        )
+        return summed
+
+    return experts
 
 
 def _forward(style: str, group: dist.ProcessGroup, tp: int, index: int, box: Box) -> Callable[..., Tensor]:

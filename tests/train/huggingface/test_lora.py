@@ -174,6 +174,14 @@ def test_targets_that_peft_finds_by_itself(
         PeftFiles(tmp_path / "adapter", fewer)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    save_adapter(save_random("llama", tmp_path / "model"), tmp_path / "adapter")
+    with pytest.raises(BadInput, match="holds an adapter") as refused:
+        at(str(tmp_path / "adapter"))
+    (problem,) = refused.value.problems
+    assert f'init_from = "{tmp_path / "adapter"}"' in problem.fix
+
+
 def test_families_that_fuse_projections_are_merged(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
