@@ -131,7 +131,8 @@ def split_module(
             summed.update(names[parameter] for parameter in layer.parameters())
         elif style == EXPERTS:
             boxes = [_cut(one, names, 0, tp, index, parts) for one in layer.parameters()]
-            layer.num_experts = boxes[0].shape[0]
+            # transformers' grouped products look for the number beyond the last where this is said.
+            layer.num_experts, layer._is_expert_parallel = boxes[0].shape[0], True
             layer.forward = MethodType(_experts(layer.forward, group, tp, boxes[0]), layer)
         elif style != WHOLE:
             weight, bias = layer.weight, getattr(layer, "bias", None)
@@ -174,9 +175,12 @@ def _experts(
         here = (chosen >= first) & (chosen < first + count)
         chosen = torch.where(here, chosen - first, count)
         weights = torch.where(here, SumBackward.apply(weights, group, tp), 0)
-        summed: Tensor = SumForward.apply(
-            whole(SumBackward.apply(tokens, group, tp), chosen, weights), group, tp
-        )
+        tokens = SumBackward.apply(tokens, group, tp)
+        made = whole(tokens, chosen, weights)
+        if torch.is_grad_enabled() and not made.requires_grad:
+            # No token has come, and the sums of gradients would wait for this rank.
+            made = made + sum(0 * one.sum() for one in (tokens, weights, *layer.parameters()))
+        summed: Tensor = SumForward.apply(made, group, tp)
         return summed
 
     return experts

@@ -94,7 +94,7 @@ def build(kind: str, exact: bool = True) -> nn.Module:
             max_position_embeddings=SEQ,
             head_dim=4,
             tie_word_embeddings=kind == "qwen3",
-            **({"num_local_experts": 4} if kind == "mixtral" else {}),
+            **({"num_local_experts": 4, "experts_implementation": "eager"} if kind == "mixtral" else {}),
         )
     else:
         config = GPT2Config(
