@@ -131,10 +131,10 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
                 )
             )
     # A config may have a pattern, or names that nothing in the model has: what was found, the tensors say.
-    there, listed = {one.rpartition(".")[2] for one in beside}, said.get("target_modules")
+    found, listed = {one.rpartition(".")[2] for one in beside}, said.get("target_modules")
     if isinstance(listed, list):
-        there &= {str(one).removesuffix(".weight").rpartition(".")[2] for one in (*listed, *named)}
-    theirs = sorted(there)
+        found &= {str(one).removesuffix(".weight").rpartition(".")[2] for one in (*listed, *named)}
+    theirs = sorted(found)
     for key, here, there in (
         ("kind", adapters.kind, "dora" if said.get("use_dora") else "lora"),
         ("rank", adapters.rank, said.get("r")),
