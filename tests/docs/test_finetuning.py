@@ -77,7 +77,9 @@ def test_the_three_commands(files: Path, capsys: Output) -> None:
 
 
 @pytest.mark.parametrize("name,layout", [("lora", "fsdp=2"), ("qlora", "dp=1,recompute=full")])
-def test_the_examples_for_adapters(files: Path, name: str, layout: str, tmp_path: Path) -> None:
+def test_the_examples_for_adapters(
+    files: Path, name: str, layout: str, tmp_path: Path, capsys: Output
+) -> None:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
@@ -89,6 +91,11 @@ def test_the_examples_for_adapters(files: Path, name: str, layout: str, tmp_path
     few = {"recipe.epochs": 1, "recipe.precision": "fp32"}
     shoal("train", str(ROOT / "examples" / f"{name}.toml"), *small(**places, **few), "--layout", layout)
     run = files / "runs" / name
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        last
+        == f"  shoal checkpoint export runs/{name} --to peft runs/{name}-adapter  for PEFT, the adapters alone"
+    )
     shoal("checkpoint", "export", str(run), str(tmp_path / "adapter"), "--to", "peft")
     shoal("checkpoint", "export", str(run), str(tmp_path / "merged"), "--to", "hf")
     base, merged = map(LlamaForCausalLM.from_pretrained, (files / "model", tmp_path / "merged"))

@@ -142,6 +142,8 @@ def test_routed_experts_have_no_adapters() -> None:
         (["gate"], "mixtral-8x7b", "gate"),  # a router is no projection
         (["q_b_proj", *mlp], "deepseek-v3", None),  # of dense layers and shared experts
         (["q_proj"], "deepseek-v3", "q_proj"),
+        ("all-linear", "mixtral-8x7b", None),
+        (["all-linear"], "mixtral-8x7b", "all-linear"),
     ):
         asked = Config.model_validate({"model": {"lora": {"targets": targets}}})
         found = support.missing(asked, PRESETS[name], Layout.parse("fsdp=8,ep=8"))

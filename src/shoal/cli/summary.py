@@ -7,11 +7,14 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shoal.cli.show import counted
 from shoal.launch.report import FAILED, FINISHED, Report
 from shoal.launch.screen import Console
+
+if TYPE_CHECKING:
+    from shoal.facts.config import Config
 
 # Table width that never cuts a layout; a table uses only what it needs.
 UNBROKEN = 1000
@@ -91,23 +94,45 @@ def _summary(report: Report, page: Path | None, console: Console) -> None:
         # Shell-quoted, wherever the run is.
         run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
         console.print("next")
-        told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
+        config = _config(report.run)
+        told = '"Once upon a time"  text' if not _is_chat(config) else '"…" --chat  an answer'
         console.print(f"  shoal generate {run} {told} from its weights", markup=False)
+        adapted = config is not None and config.model.lora is not None
+        merged = ", the adapters merged" if adapted else ""
         console.print(
-            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
+            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI{merged}",
+            markup=False,
         )
+        if adapted and _has_unfused(report.run):
+            adapter = shlex.quote(f"{report.run}-adapter")
+            console.print(
+                f"  shoal checkpoint export {run} --to peft {adapter}  for PEFT, the adapters alone",
+                markup=False,
+            )
 
 
-def _is_chat(run: Path) -> bool:
-    """Whether the run trained on chats, according to its config: then continuing a text shows little."""
+def _config(run: Path) -> Config | None:
     from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput
 
     try:
-        data = load(run / "config.toml").config.data
+        return load(run / "config.toml").config
     except BadInput:
-        return False
-    return any(part.format != "text" and part.template != "none" for part in data.parts)
+        return None
+
+
+def _has_unfused(run: Path) -> bool:
+    """Whether PEFT's files have a place for what this run trained beside its projections."""
+    from shoal.facts.model.parameters import UNFUSED
+    from shoal.facts.model.presets import at
+
+    return at(str(run)).family in UNFUSED
+
+
+def _is_chat(config: Config | None) -> bool:
+    """Whether a run learned to answer: then text to continue shows little of it."""
+    parts = () if config is None else config.data.parts
+    return any(part.format != "text" and part.template != "none" for part in parts)
 
 
 def _print_tuning(found: dict[str, Any], console: Console) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from shoal.facts import strategies
-from shoal.facts.config import Config, Lora
+from shoal.facts.config import EVERY_PROJECTION, Config, Lora
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.stages import cut
@@ -15,10 +15,9 @@ from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import (
     BLOCKS,
-    block_parameters,
     expert_parameters,
-    is_matrix,
     llama_parameters,
+    projections,
 )
 from shoal.facts.nf4 import BLOCK, cut_blocks
 from shoal.facts.optimizers import WHOLE
@@ -261,17 +260,14 @@ def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
 
 def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
     """Adapter targets that no block has."""
-    every = (*block_parameters(model, False), *block_parameters(model, True))
-    projections = list(
-        dict.fromkeys(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
-    )
-    wrong = [target for target in lora.targets if target not in projections]
+    there = projections(model)
+    wrong = [target for target in lora.targets_in(model) if target not in there]
     if wrong:
         routed = any(one.name.rsplit(".", 2)[-2] == wrong[0] for one in expert_parameters(model))
         frozen = " but those of routed experts, which stay frozen" if routed else ""
         yield Problem(
             f"model.lora.targets: {model.name} has no projection {wrong[0]!r}{frozen}",
-            f"some of {', '.join(projections)}",
+            f'some of {", ".join(there)}; or targets = "{EVERY_PROJECTION}", all of these',
             "model.lora",
         )
 

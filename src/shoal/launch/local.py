@@ -77,7 +77,7 @@ def train(
         if run.path.exists():
             held.enter_context(run.held())
         dataset = tokenised(job, console)
-        job = with_length(job, dataset)
+        job = with_length(job, dataset, console)
         if tried is None and job.config.tune.search and job.config.layout == "auto":
             tried = Tried()
         layouts: tuple[list[Job], str] = ([job], "")
@@ -300,8 +300,8 @@ def _check_loss(config: Config, collection: Collection) -> None:
             )
 
 
-def with_length(job: Job, collection: Collection) -> Job:
-    """The job with ``recipe.epochs`` converted to steps of this data."""
+def with_length(job: Job, collection: Collection, console: Console | None = None) -> Job:
+    """The job with ``recipe.epochs`` converted to steps of this data. ``console`` is told if they train nothing."""
     data, recipe = job.config.data, job.config.recipe
     if recipe.epochs is None:
         return job
@@ -312,6 +312,12 @@ def with_length(job: Job, collection: Collection) -> Job:
             f"recipe.steps = {recipe.steps} and recipe.epochs = {recipe.epochs:g} disagree: an epoch of this data has "
             f"{len(cut.train)} samples, so the run has {steps} steps",
             "keep one: recipe.steps or recipe.epochs",
+        )
+    if console is not None and steps == 1 and recipe.schedule != "constant":
+        console.print(
+            f"note: {recipe.epochs:g} epochs of {len(cut.train)} samples are one step, with which the learning rate "
+            f"ends: almost nothing is learned; fix: recipe.batch below {recipe.batch}, or more recipe.epochs",
+            markup=False,
         )
     config = job.config.model_copy(update={"recipe": recipe.model_copy(update={"steps": steps})})
     return replace(job, config=config)

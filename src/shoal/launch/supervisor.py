@@ -308,7 +308,7 @@ class Supervisor:
             step = outcomes[0].step
             where = f"after step {step}, committed" if step else "before the first step"
             return self._report(STOPPED, f"stopped {where}; run the same command to continue")
-        return self._report(FINISHED, f"finished {outcomes[0].step} steps")
+        return self._report(FINISHED, f"finished {outcomes[0].step} step{'s' * (outcomes[0].step != 1)}")
 
     def _last_commit(self) -> str:
         step = self.run.step()

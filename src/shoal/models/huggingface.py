@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 1 << 28
+# How a file begins that stands for one which Git LFS has not fetched.
+POINTER = b"version https://git-lfs"
+# A block's number, in every family's names.
+BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 FLOATS = ("F64", "F32", "BF16", "F16")
 # Elements copied at a time from a file.
 AT_ONCE = 1 << 23
@@ -68,6 +73,24 @@ def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
+def _is_pointer(path: Path) -> bool:
+    """Whether Git cloned where a file is, in its place."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except OSError:
+        return False
+
+
+def _instead(directory: Path) -> str:
+    """What to do about a directory without weights that are read, by what else is there."""
+    if next(directory.glob("*.incomplete"), None) is not None:
+        return "it was not downloaded whole: download the rest"
+    if next(directory.glob("*.bin"), None) is not None:
+        return "*.bin files hold pickled code, which is not run: save the model again, by save_pretrained"
+    return "a Hugging Face model directory (config.json and *.safetensors), a run or a checkpoint"
+
+
 class WeightFiles:
     """The tensors of a model directory's safetensors files, by name. Created once per process; checks everything."""
 
@@ -81,15 +104,16 @@ class WeightFiles:
                 with safe_open(path, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), path))
             except (SafetensorError, OSError) as error:
+                if _is_pointer(path):
+                    raise BadInput(
+                        f"model.init_from: {path} is a pointer of Git LFS, and no weights", "git lfs pull"
+                    ) from None
                 raise BadInput(
                     f"model.init_from: {path} cannot be read, it is damaged or was not downloaded whole: {error}",
                     "download it again",
                 ) from None
         if not self._file_of:
-            raise BadInput(
-                f"model.init_from: no *.safetensors files in {directory}",
-                "a Hugging Face model directory (config.json and *.safetensors), a run or a checkpoint",
-            )
+            raise BadInput(f"model.init_from: no *.safetensors files in {directory}", _instead(directory))
         # Some published files hold the bare decoder, without the language model's prefix.
         self._prefixes = ("", "model.", "transformer.", "gpt_neox.")
         self.check(model)
@@ -148,6 +172,28 @@ class WeightFiles:
                 "if it was not downloaded whole, download the rest; if these are weights of another model, "
                 f"model.path = {str(self.directory)!r}",
             )
+
+        if unknown := self._without_place({one.name for one in wanted}, model.layers):
+            raise BadInput(
+                f"{where} holds {len(unknown)} tensors that {model.name} has no place for: "
+                f"{unknown[0]}{', …' * (len(unknown) > 1)}",
+                "the config.json that these weights were saved with; without these tensors it is another network",
+            )
+
+    def _without_place(self, wanted: set[str], layers: int) -> list[str]:
+        """Weights of the model's blocks, and biases beside weights of its own, that it does not have.
+
+        Buffers, which older files hold, are neither; nor are blocks behind the last, which predict further tokens.
+        """
+        known = {name.removeprefix(prefix) for prefix in self._prefixes for name in wanted}
+        found = []
+        for name in self._file_of.keys() - known:
+            block = BLOCK.search(name)
+            own = block is not None and int(block[1]) < layers and name.endswith(".weight")
+            beside = f"{name.removesuffix('.bias')}.weight"
+            if own or (name.endswith(".bias") and beside in known):
+                found.append(name)
+        return sorted(found)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A box of a tensor; nothing else of it is copied."""

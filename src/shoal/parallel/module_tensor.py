@@ -3,7 +3,7 @@
 A plan maps module names, with ``*`` for a number, to the split styles of ``transformers``: a Hugging Face model ships
 one, or the user gives one. Layers become this rank's part of themselves, as plain tensors; their inputs and outputs are
 summed or gathered (``tensor_region``). Attention then has fewer heads, so a module must read their number off the
-shapes.
+shapes. Experts with stacked weights are not split: each rank holds some of them and skips the other ranks' tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
 VOCABULARY = "embedding_rowwise"
 # Whole on every rank. With the second style, each rank sees only a part of what its gradient depends on.
 WHOLE, WHOLE_SUMMED = "replicate", "replicated_with_grad_allreduce"
-STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, WHOLE, WHOLE_SUMMED)
-OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW}
+# A module of stacked experts, called with tokens, the numbers of their experts, and the weights of these.
+EXPERTS = "ep_dispatch_experts"
+STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, EXPERTS, WHOLE, WHOLE_SUMMED)
+# The last is of plans that cut every expert; whole ones are the same network, and their products are larger.
+OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW, "moe_tp_experts": EXPERTS}
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 TEACH = 'run.prepare(…, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}), see docs/library.md; or tp=1'
@@ -85,6 +88,9 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
             continue
         if hasattr(layer, "base_layer"):
             raise BadInput(f"layout tp={tp}: {name} has an adapter, which is not split here", ADAPTERS)
+        if style == EXPERTS:
+            _check_experts(layer, name, tp)
+            continue
         wanted = nn.Embedding if style == VOCABULARY else nn.Linear
         if not isinstance(layer, wanted):
             raise BadInput(
@@ -94,6 +100,19 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
         width = layer.weight.shape[0 if style == COLUMN else 1]
         if style in (COLUMN, ROW, ROW_SPLIT) and width % tp:
             raise BadInput(f"layout tp={tp} does not divide the {width} features of {name}", "another tp")
+
+
+def _check_experts(layer: nn.Module, name: str, tp: int) -> None:
+    count = getattr(layer, "num_experts", None)
+    stacked = [one.shape[0] if one.dim() > 1 else None for one in layer.parameters()]
+    if not isinstance(count, int) or not stacked or {*stacked} != {count}:
+        raise BadInput(
+            f"plan: {name} is a {type(layer).__name__}, and {EXPERTS!r} splits modules whose weights are "
+            "stacked, num_experts of each",
+            "tp=1",
+        )
+    if count % tp:
+        raise BadInput(f"layout tp={tp} does not divide the {count} experts of {name}", "another tp")
 
 
 def split_module(
@@ -111,6 +130,11 @@ def split_module(
         layer: Any = module.get_submodule(path)
         if style == WHOLE_SUMMED:
             summed.update(names[parameter] for parameter in layer.parameters())
+        elif style == EXPERTS:
+            boxes = [_cut(one, names, 0, tp, index, parts) for one in layer.parameters()]
+            # transformers' grouped products look for the number beyond the last where this is said.
+            layer.num_experts, layer._is_expert_parallel = boxes[0].shape[0], True
+            layer.forward = MethodType(_experts(layer.forward, group, tp, boxes[0]), layer)
         elif style != WHOLE:
             weight, bias = layer.weight, getattr(layer, "bias", None)
             first = _cut(weight, names, 1 if style in (ROW, ROW_SPLIT) else 0, tp, index, parts)
@@ -138,6 +162,29 @@ def _cut(
     if box != cut_evenly(box.whole, dimension, tp, index):
         raise BadInput(f"plan: {name} is tied, and split in two ways", "one way for both")
     return box
+
+
+def _experts(
+    whole: Callable[..., Tensor], group: dist.ProcessGroup, tp: int, box: Box
+) -> Callable[..., Tensor]:
+    """The module's own pass with the experts that are here. Others' tokens get a number beyond the last, which modules
+    of ``transformers`` skip, and no weight.
+    """
+    first, count = box.offset[0], box.shape[0]
+
+    def experts(layer: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        here = (chosen >= first) & (chosen < first + count)
+        chosen = torch.where(here, chosen - first, count)
+        weights = torch.where(here, SumBackward.apply(weights, group, tp), 0)
+        tokens = SumBackward.apply(tokens, group, tp)
+        made = whole(tokens, chosen, weights)
+        if torch.is_grad_enabled() and not made.requires_grad:
+            # No token has come, and the sums of gradients would wait for this rank.
+            made = made + sum(0 * one.sum() for one in (tokens, weights, *layer.parameters()))
+        summed: Tensor = SumForward.apply(made, group, tp)
+        return summed
+
+    return experts
 
 
 def _forward(style: str, group: dist.ProcessGroup, tp: int, index: int, box: Box) -> Callable[..., Tensor]:

@@ -212,7 +212,7 @@ class LayerBound:
         between = tokens / split.tp if share.sp else float(tokens)
         turns = split.cp if share.cp_kind == "ring" else 1
         unpacks = self.lora is not None and self.lora.base == "nf4"
-        adapted = () if self.lora is None else tuple(self.lora.targets)
+        adapted = () if self.lora is None else self.lora.targets_in(self.model)
         for routed, count in ((False, body.dense), (True, body.sparse)):
             if count:
                 yield layer.LayerShare(

@@ -230,9 +230,9 @@ def in_layer(name: str, layer: int) -> str:
 # Trained parameters.
 
 
-def adapter_key(lora: Lora | None) -> Adapters | None:
+def adapter_key(lora: Lora | None, model: Model) -> Adapters | None:
     """The hashable part of LoRA's settings that matters here."""
-    return None if lora is None else lora.adapters
+    return None if lora is None else lora.adapters_of(model)
 
 
 @cache
@@ -247,7 +247,7 @@ def _factors(model: Model, experts: bool, lora: Adapters, tp: int, sp: bool, ind
 
 def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTensor]:
     """LoRA's factors of one stage at ``index`` of the tensor group, in forward order and under their own names."""
-    lora, layout, model = adapter_key(workload.lora), workload.layout, workload.model
+    lora, layout, model = adapter_key(workload.lora, workload.model), workload.layout, workload.model
     if lora is None:
         return []
     found = []
@@ -260,7 +260,7 @@ def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTens
 
 def padded_factors(workload: Workload, here: RankParameters, ranks: int) -> int:
     """Elements of LoRA's factors when all-gathered from ``ranks``, padding included."""
-    lora, layout = adapter_key(workload.lora), workload.layout
+    lora, layout = adapter_key(workload.lora, workload.model), workload.layout
     if lora is None:
         return 0
     kinds = [_factors(workload.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
@@ -277,7 +277,7 @@ class Trained(NamedTuple):
 
 def trained(workload: Workload, here: RankParameters) -> Trained:
     """All trained parameters but routed experts; with ``lora`` the factors of every block's targeted projections."""
-    lora, layout = adapter_key(workload.lora), workload.layout
+    lora, layout = adapter_key(workload.lora, workload.model), workload.layout
     if lora is None and workload.recipe.freezes:
         stages = [named_tensors(here, workload.model, stage) for stage in here.stages]
         some = component_of(one for stage in stages for one in with_gradients(workload, stage))

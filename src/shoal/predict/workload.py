@@ -40,7 +40,7 @@ class Workload:
         """The model as trained: with its adapters."""
         if self.lora is None:
             return self.model
-        return self.model.model_copy(update={"adapters": self.lora.adapters})
+        return self.model.model_copy(update={"adapters": self.lora.adapters_of(self.model)})
 
     @cached_property
     def gathered_width(self) -> float:

@@ -312,6 +312,8 @@ def test_packed_conversations_stay_whole(tmp_path, chat_tokenizer):
         ([{"messages": [{"content": "x"}]}], {}, "lacks its role"),
         ([{"prompt": "x"}], {"format": "prompt"}, "no answer"),
         ([{"messages": TALK}], {"format": "text"}, 'data.format = "chat" reads such rows'),
+        ([{"messages": TALK}], {"format": "prompt"}, 'data.format = "chat" reads such rows'),
+        ([{"instruction": "x", "output": "y"}], {}, 'data.format = "prompt" reads such rows'),
         ([{"messages": TALK}], {"tokenizer": "bytes"}, 'the tokenizer "bytes" has no chat template'),
         ([{"messages": TALK}], {"template": "none"}, "tell the roles apart"),
         ([{"messages": TALK}], {"template": "/nowhere.jinja"}, "cannot read data.template"),

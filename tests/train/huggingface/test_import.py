@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,32 @@ def _quantize(path: Path) -> None:
     save_file({name: one.to(torch.int8) for name, one in tensors.items()}, file)
 
 
+def _rename(path: Path, ending: str) -> None:
+    for file in path.glob("*.safetensors"):
+        file.rename(file.with_suffix(ending))
+    (path / "model.safetensors.index.json").unlink()
+
+
+def _point(path: Path) -> None:
+    file = sorted(path.glob("*.safetensors"))[0]
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n")
+
+
+def _add(path: Path, name: str) -> None:
+    file = sorted(path.glob("*.safetensors"))[0]
+    save_file({**load_file(file), name: torch.zeros(32)}, file)
+
+
 DAMAGES = {
+    "holds 1 tensors that .* no place for: model.layers.1.self_attn.q_proj.bias": partial(
+        _add, name="model.layers.1.self_attn.q_proj.bias"
+    ),
+    "no place for: model.layers.0.self_attn.q_norm.weight": partial(
+        _add, name="model.layers.0.self_attn.q_norm.weight"
+    ),
+    "pointer of Git LFS.*git lfs pull": _point,
+    r"no \*.safetensors files.*download the rest": partial(_rename, ending=".safetensors.incomplete"),
+    r"no \*.safetensors files.*save_pretrained": partial(_rename, ending=".bin"),
     "not downloaded whole": _cut,
     "it is damaged": _flip_header,
     "lacks 1 of the": _lose,
@@ -116,7 +142,7 @@ def test_what_is_not_whole_is_refused_before_anything_is_spawned(
     (tmp_path / "model" / "model.safetensors").unlink()
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     DAMAGES[reason](tmp_path / "model")
-    with pytest.raises(BadInput, match=reason) as refused:
+    with pytest.raises(BadInput, match=f"(?s){reason}") as refused:
         train("run", model__path="", model__init_from=tmp_path / "model")
     assert len(refused.value.problems) == 1
     assert not (tmp_path / "run").exists()

@@ -85,6 +85,8 @@ def logits(model: nn.Module) -> Tensor:
         ("qwen3", "pp=2", "lora"),
         ("llama", "tp=2", "dora"),
         ("qwen2", "fsdp=2", "dora"),
+        ("gemma2", "fsdp=2", "lora"),
+        ("gemma3_text", "tp=2", "lora"),
     ],
 )
 def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
@@ -170,6 +172,14 @@ def test_targets_that_peft_finds_by_itself(
     fewer = shape.model_copy(update={"adapters": adapters.model_copy(update={"targets": ("q_proj",)})})
     with pytest.raises(BadInput, match="v_proj"):
         PeftFiles(tmp_path / "adapter", fewer)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    save_adapter(save_random("llama", tmp_path / "model"), tmp_path / "adapter")
+    with pytest.raises(BadInput, match="holds an adapter") as refused:
+        at(str(tmp_path / "adapter"))
+    (problem,) = refused.value.problems
+    assert f'init_from = "{tmp_path / "adapter"}"' in problem.fix
 
 
 def test_families_that_fuse_projections_are_merged(

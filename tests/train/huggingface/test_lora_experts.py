@@ -15,15 +15,18 @@ from tests.train.huggingface.test_lora import export, logits, with_adapter
 from tests.train.huggingface.test_round_trip import OPTIONS, plain_loop
 from torch import nn
 
+from shoal.facts.model import Adapters
+from shoal.facts.model.presets import at
 from shoal.facts.problem import BadInput
 from shoal.parallel.packed import rounded
+from shoal.train.huggingface.peft_files import PeftFiles
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "kv_b_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
-def save_adapter(model: nn.Module, into: Path, modules: list[str], weights: list[str]) -> None:
+def save_adapter(model: nn.Module, into: Path, modules: list[str] | str, weights: list[str]) -> None:
     """One that was trained for a while. ``weights``: of projections that PEFT finds by these alone."""
     torch.manual_seed(7)
     config = peft.LoraConfig(
@@ -108,8 +111,45 @@ def test_what_peft_has_no_counterpart_for(
     assert export(run.directory.path, tmp_path / "merged") == 0
 
 
-def test_adapters_of_routed_experts_are_refused(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "modules", "what"),
+    [
+        ("qwen3_moe", [*ATTENTION, *MLP], "routed experts"),
+        ("mixtral", "all-linear", "routed experts and routers"),
+        ("mixtral", ["q_proj", "w1", "w2", "w3"], "routed experts"),
+        ("deepseek_v3", [*LATENT, "gate"], "routers"),
+    ],
+)
+def test_adapters_of_what_stays_frozen_are_refused_in_one_line(
+    family: str, modules: Any, what: str, train: Train, tmp_path: Path
+) -> None:
     base, adapter = tmp_path / "model", tmp_path / "adapter"
-    save_adapter(save_random("qwen3_moe", base), adapter, [*ATTENTION, *MLP], [])
-    with pytest.raises(BadInput, match="target_parameters"):
-        train("run", **options(base, adapter, ATTENTION))
+    save_adapter(save_random(family, base), adapter, modules, [])
+    targets = LATENT if family == "deepseek_v3" else ATTENTION
+    with pytest.raises(BadInput, match=f"has adapters of {what}, which stay frozen") as refused:
+        train("run", **options(base, adapter, targets))
+    assert len(refused.value.problems) == 1
+    assert f"target_modules={json.dumps(targets)}" in refused.value.problems[0].fix
+
+
+def test_names_that_peft_found_nothing_for_are_no_targets(tmp_path: Path) -> None:
+    """Lists for dense models are used with Mixtral as well, where nothing has an MLP's names."""
+    save_adapter(save_random("mixtral", tmp_path / "model"), tmp_path / "adapter", [*ATTENTION, *MLP], [])
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {*MLP} < {*written["target_modules"]}
+    adapters = Adapters(rank=3, alpha=6.0, targets=tuple(ATTENTION))
+    shape = at(str(tmp_path / "model")).model_copy(update={"adapters": adapters})
+    PeftFiles(tmp_path / "adapter", shape)
+    fewer = shape.model_copy(update={"adapters": adapters.model_copy(update={"targets": ("q_proj",)})})
+    with pytest.raises(BadInput, match="has targets") as refused:
+        PeftFiles(tmp_path / "adapter", fewer)
+    assert refused.value.problems[0].fix == f"model.lora.targets = {json.dumps(sorted(ATTENTION))}"
+
+
+def test_all_linear_is_every_projection_but_what_stays_frozen(train: Train, tmp_path: Path) -> None:
+    base = tmp_path / "model"
+    save_random("qwen3_moe", base)
+    run = train("run", **options(base, None, []) | {"model__lora": '{rank = 3, targets = "all-linear"}'})
+    assert run.report.code == 0, run.report.message
+    names = {name.rsplit(".", 3)[1] for name in run.checkpoint().manifest.shapes}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}

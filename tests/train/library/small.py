@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import shoal
@@ -67,14 +68,22 @@ def exact_norm(norm: Any, hidden: Tensor) -> Tensor:
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
+def exact_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """And Mixtral's routers."""
+    logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
 def build(kind: str, exact: bool = True) -> nn.Module:
     torch.manual_seed(5)
     if kind == "vision":
         return Vision().double()
     if kind == "batchnorm":
         return Vision(nn.BatchNorm2d).double()
-    if kind in ("llama", "qwen3"):
-        family: Any = LlamaConfig if kind == "llama" else Qwen3Config
+    if kind in ("llama", "qwen3", "mixtral"):
+        families: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixtral": MixtralConfig}
+        family = families[kind]
         config: Any = family(
             vocab_size=VOCAB,
             hidden_size=16,
@@ -85,6 +94,7 @@ def build(kind: str, exact: bool = True) -> nn.Module:
             max_position_embeddings=SEQ,
             head_dim=4,
             tie_word_embeddings=kind == "qwen3",
+            **({"num_local_experts": 4, "experts_implementation": "eager"} if kind == "mixtral" else {}),
         )
     else:
         config = GPT2Config(
@@ -103,8 +113,11 @@ def build(kind: str, exact: bool = True) -> nn.Module:
     model: Any = AutoModelForCausalLM.from_config(config)
     if exact:
         model.loss_function = exact_loss
-        for norm in (one for one in model.modules() if isinstance(one, LlamaRMSNorm | Qwen3RMSNorm)):
-            norm.forward = partial(exact_norm, norm)
+        for one in model.modules():
+            if isinstance(one, LlamaRMSNorm | Qwen3RMSNorm | MixtralRMSNorm):
+                one.forward = partial(exact_norm, one)
+            elif isinstance(one, MixtralTopKRouter):
+                one.forward = partial(exact_router, one)
     return model.double()
 
 

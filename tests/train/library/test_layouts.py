@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tests.train.library.small import (
     train,
 )
 from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 import shoal
 from shoal.facts.problem import BadInput
@@ -56,6 +59,7 @@ WORLD_2 = [
     Case("batchnorm", "fsdp=2"),
     Case("llama", "tp=2,micro=4", clip=0.5),
     Case("qwen3", "tp=2,recompute=full"),
+    Case("mixtral", "tp=2,micro=4,recompute=full", clip=0.5),
     Case("llama", "fsdp=2,micro=2,offload=optimizer:0.5", clip=0.5),
     Case("vision", "fsdp=2,zero=1,offload=optimizer", clip=0.05),
     Case("llama", "tp=2,micro=4,offload=optimizer"),
@@ -72,6 +76,7 @@ WORLD_4 = [
     Case("gpt2", "fsdp=4,zero=1", own="count"),
     Case("gpt2", "dp=2,fsdp=2,micro=1", own="count"),
     Case("qwen3", "fsdp=2,tp=2", clip=0.5),
+    Case("mixtral", "fsdp=2,tp=2", clip=0.5),
     Case("llama", "fsdp=2,zero=1,tp=2,micro=2"),
     Case("llama", "dp=2,pp=2"),
     Case("qwen3", "fsdp=2,pp=2,micro=2", clip=0.5),
@@ -157,3 +162,31 @@ def test_a_script_with_stages() -> None:
     # Each has its own part alone.
     assert first | last == dict(model.named_parameters()).keys() and not first & last
     assert "model.embed_tokens.weight" in first and "lm_head.weight" in last
+
+
+def losses_of_experts(rank: int, world: int, way: str) -> list[float]:
+    """``grouped``: experts as transformers computes them where it is not told how; these products take no fp64.
+    ``first two``: no token ever goes to the others.
+    """
+    with shoal.run(f"tp={world}" if world > 1 else "dp=1", batch=BATCH) as run:
+        model: Any = build("mixtral", exact=False)
+        if way == "grouped":
+            model.float().set_experts_implementation("grouped_mm")
+        for one in model.modules():
+            if way == "first two" and isinstance(one, MixtralTopKRouter):
+                one.forward = partial(first_two, one)
+        model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), rows("mixtral"))
+        return [float(run.step(model, batch)) for batch in run.steps(loader)]
+
+
+def first_two(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    return logits, logits[:, :2].softmax(-1), torch.arange(2).expand(len(logits), 2)
+
+
+@pytest.mark.parametrize("way", ["grouped", "first two"])
+def test_experts_of_two_ranks(way: str) -> None:
+    alone = losses_of_experts(0, 1, way)
+    assert alone[0] != alone[-1]
+    for losses in run_ranks(2, losses_of_experts, way):
+        assert losses == pytest.approx(alone, abs=1e-5)

@@ -6,18 +6,21 @@ import re
 import types
 import typing
 import unicodedata
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
 from shoal.facts.losses import Format
-from shoal.facts.model import AdapterKind, Adapters, FrozenBase
+from shoal.facts.model import AdapterKind, Adapters, FrozenBase, Model
+from shoal.facts.model.parameters import projections
 from shoal.facts.recipe import Recipe
 
 # The maximum LoRA rank: beyond the width of any layer.
 MOST_RANKS = 1 << 16
+# Adapter targets: PEFT's word for every projection.
+EVERY_PROJECTION = "all-linear"
 # File systems allow 255 bytes, and a run that is moved aside gets a suffix.
 LONGEST_SLUG = 120
 # The validation set held out of the training data, and the one that evaluate.source defines without a name.
@@ -73,8 +76,9 @@ class Lora(Section):
     rank: int = Field(16, ge=1, le=MOST_RANKS, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what adapters read")
-    targets: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        description="projections that get an adapter, or all-linear: every one of the blocks but routed experts",
     )
     base: FrozenBase = Field(
         "bf16",
@@ -86,12 +90,14 @@ class Lora(Section):
         description="first adapters: a directory that PEFT has saved; without it B is zero",
     )
 
-    @property
-    def adapters(self) -> Adapters:
+    def targets_in(self, model: Model) -> tuple[str, ...]:
+        return projections(model) if self.targets == EVERY_PROJECTION else tuple(self.targets)
+
+    def adapters_of(self, model: Model) -> Adapters:
         return Adapters(
             rank=self.rank,
             alpha=self.alpha,
-            targets=tuple(self.targets),
+            targets=self.targets_in(model),
             kind=self.kind,
             base=self.base,
             dropout=self.dropout,

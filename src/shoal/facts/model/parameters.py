@@ -32,6 +32,11 @@ Split = Literal["column", "row", "vocabulary", "none"]
 
 # The prefix of block parameters' canonical names.
 BLOCKS = "model.layers."
+# Families whose projections are modules of their own in transformers, under the names that they have here.
+UNFUSED = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
+    *("mixtral", "qwen3_moe", "deepseek_v3"),
+)
 
 
 def block_of(name: str) -> int | None:
@@ -131,6 +136,15 @@ def attention_projections(model: Model) -> tuple[str, ...]:
     block = block_parameters(model, model.has_experts(0))
     found = (one.name.rsplit(".", 2)[-2] for one in block if one.kind == "attention" and len(one.shape) == 2)
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def projections(model: Model) -> tuple[str, ...]:
+    """Of blocks of every kind, by their last names: what adapters can stand beside."""
+    every = (*block_parameters(model, False), *block_parameters(model, True))
+    return tuple(
+        dict.fromkeys(one.name.rsplit(".", 2)[-2] for one in every if is_matrix(one.name, one.shape))
+    )
 
 
 class InStack(NamedTuple):

@@ -12,7 +12,7 @@ from shoal.facts.model.by_size import of_size
 from shoal.facts.model.huggingface import read_config
 from shoal.facts.problem import BadInput, did_you_mean
 
-CONFIG, MANIFEST = "config.json", "manifest.json"
+CONFIG, MANIFEST, ADAPTER = "config.json", "manifest.json", "adapter_config.json"
 LARGEST_MANIFEST = 1 << 30  # of a checkpoint, which lists every piece
 
 _LLAMA3: dict[str, Any] = {"rope_theta": 5e5}
@@ -221,6 +221,11 @@ def _of_hub(name: str, guess: str = "") -> Model:
 
 def _read(path: Path) -> Model:
     """From a ``config.json``, or from the ``manifest.json`` of a run or a checkpoint, which hold the shape."""
+    if path.name == CONFIG and not path.exists() and (path.parent / ADAPTER).is_file():
+        raise BadInput(
+            f"{str(path.parent)!r} holds an adapter that PEFT saved, and no model",
+            f'model.lora = {{init_from = "{path.parent}", …}}, and model.init_from = the model that it is for',
+        )
     if path.name != MANIFEST:
         return read_config(path)
     try:

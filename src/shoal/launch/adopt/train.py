@@ -168,7 +168,7 @@ class _Rank:
     def _report(self, outcome: Outcome, progress: Progress | None) -> Report:
         if self.told.local_rank == 0:
             self.run.forget_memory()
-        code, message = FINISHED, f"finished {outcome.step} steps"
+        code, message = FINISHED, f"finished {outcome.step} step{'s' * (outcome.step != 1)}"
         if outcome.stopped:
             where = f"after step {outcome.step}, committed" if outcome.step else "before the first step"
             code, message = STOPPED, f"stopped {where}; run the same command to continue"

@@ -252,7 +252,7 @@ def _pipeline(workload: Workload) -> PipelineStages:
     return _cut(
         workload.model,
         ShardDegrees(layout.tp, layout.ep, groups[DENSE].sharded.size, routed.sharded.size),
-        adapter_key(workload.lora),
+        adapter_key(workload.lora, workload.model),
         frozen_names(workload.model, workload.recipe),
         (layout.schedule, layout.pp, layout.chunks),
         workload.recipe.seq,

@@ -69,7 +69,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         dropout=recipe.dropout > 0,
         cp=layout.cp,
         context=layout.cp_kind if layout.cp > 1 else None,
-        adapters=None if workload.lora is None else workload.lora.adapters,
+        adapters=None if workload.lora is None else workload.lora.adapters_of(workload.model),
         compiled=workload.compiled,
         fp8=recipe.precision == "fp8",
         ep=layout.ep,

@@ -116,7 +116,7 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
     embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
     blocks = here.dense * padded(here.dense_block, ranks) + here.sparse * padded(here.sparse_block, ranks)
-    key = adapter_key(lora)
+    key = adapter_key(lora, workload.model)
     narrow = here.dense * narrow_elements(here.dense_block, ranks, key)
     narrow += here.sparse * narrow_elements(here.sparse_block, ranks, key)
     # The share of elements with gradients: under LoRA none at the ends, and of the blocks only the factors.

@@ -74,7 +74,7 @@ class RowFormat:
             return self._pair(row, self.template)
         messages = read_chat(row, self.field) if self.format == "chat" else read_pair(row)
         if isinstance(messages, str):
-            return messages
+            return f"{messages}{_other_format(row, self.format)}"
         document = self._conversation(messages, row, self.template)
         return document if isinstance(document, str) else (document,)
 
@@ -94,7 +94,7 @@ class RowFormat:
 
     def _text(self, row: dict[str, Any]) -> SourceText | str:
         if self.field not in row:
-            return f"no field {self.field!r}{_other_format(row)}"
+            return f"no field {self.field!r}{_other_format(row, self.format)}"
         text = row[self.field]
         return SourceText(text) if isinstance(text, str) else f"field {self.field!r} is not a text"
 
@@ -149,14 +149,16 @@ def row_format(
     return RowFormat(field, format, found, loss_on != "all")
 
 
-def _other_format(row: dict[str, Any]) -> str:
+def _other_format(row: dict[str, Any], format: Format) -> str:
+    """The format that would read a row which this one does not, if there is one."""
+    found: Format | None = None
     if all(name in row for name in CHOICES):
-        return '; data.format = "preference" reads such rows'
-    if any(name in row for name in CONVERSATIONS):
-        return '; data.format = "chat" reads such rows'
-    if any(pair[0] in row and pair[1] in row for pair in PAIRS):
-        return '; data.format = "prompt" reads such rows'
-    return ""
+        found = "preference"
+    elif any(name in row for name in CONVERSATIONS):
+        found = "chat"
+    elif any(pair[0] in row and pair[1] in row for pair in PAIRS):
+        found = "prompt"
+    return "" if found in (None, format) else f'; data.format = "{found}" reads such rows'
 
 
 def _encodable(text: str) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.model import Adapters, Model
-from shoal.facts.model.parameters import adapter_parameters
+from shoal.facts.model.parameters import UNFUSED, adapter_parameters
 from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput, Problem
 from shoal.models.initial import Slice
@@ -30,8 +30,6 @@ from shoal.train.checkpoint.read import Checkpoint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Families whose projections are separate modules, under the names that adapters have here.
-SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 # Targets that PEFT interprets as the routed experts'.
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -49,10 +47,10 @@ UNKNOWN: dict[str, Any] = {
 
 
 def check_exchanged(model: Model) -> None:
-    if model.family not in SEPARATE:
+    if model.family not in UNFUSED:
         raise BadInput(
             f"{model.name}: PEFT's adapters are not exchanged for the family {model.family}, which fuses projections",
-            f"--to hf: merged weights; PEFT's files are for {', '.join(SEPARATE)}",
+            f"--to hf: merged weights; PEFT's files are for {', '.join(UNFUSED)}",
         )
     if model.adapters is not None and model.adapters.kind == "dora" and _as_parameters(model):
         raise BadInput(
@@ -114,6 +112,14 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
         )
     problems = []
     named = said.get("target_parameters") or []
+    beside = _beside(directory / WEIGHTS)
+    if experts and (frozen := _frozen(beside)):
+        raise BadInput(
+            f"model.lora.init_from: {directory} has adapters of {frozen}, which stay frozen here",
+            "an adapter of attention alone: peft.LoraConfig(target_modules="
+            f"{json.dumps([one for one in adapters.targets if one not in OF_EXPERTS])}); or merge this one with "
+            "merge_and_unload(), and name what save_pretrained writes in model.init_from",
+        )
     plain = experts and all(str(one).removesuffix(".weight") in OF_EXPERTS for one in named)
     usual_here = UNKNOWN if plain else UNKNOWN | {"target_parameters": []}
     for key, usual in usual_here.items():
@@ -124,19 +130,16 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
                     f"an adapter with {key} = {usual}",
                 )
             )
-    targets = said.get("target_modules")
-    if isinstance(targets, list):  # PEFT writes "all-linear" as the path of every projection
-        theirs = sorted(
-            {str(one).rpartition(".")[2] for one in targets}
-            | {str(one).removesuffix(".weight") for one in named}
-        )
-    else:
-        theirs = sorted(adapters.targets)  # a pattern: the tensors show what it matched
+    # A config may hold a pattern, or names that nothing in the model has: the tensors show what was found.
+    found, listed = {one.rpartition(".")[2] for one in beside}, said.get("target_modules")
+    if isinstance(listed, list):
+        found &= {str(one).removesuffix(".weight").rpartition(".")[2] for one in (*listed, *named)}
+    theirs = sorted(found)
     for key, here, there in (
         ("kind", adapters.kind, "dora" if said.get("use_dora") else "lora"),
         ("rank", adapters.rank, said.get("r")),
         ("alpha", adapters.alpha, said.get("lora_alpha")),
-        ("targets", sorted(adapters.targets), theirs),
+        ("targets", sorted(adapters.targets), theirs if beside else sorted(adapters.targets)),
     ):
         if here != there:
             problems.append(
@@ -147,6 +150,23 @@ def _check_config(directory: Path, adapters: Adapters, experts: bool) -> None:
             )
     if problems:
         raise BadInput(problems)
+
+
+def _beside(path: Path) -> set[str]:
+    """The modules that an adapter's tensors stand beside; none of a file that cannot be read, which its reader says."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name.removeprefix(PREFIX).partition(".lora_")[0] for name in names}
+    except (SafetensorError, OSError):
+        return set()
+
+
+def _frozen(beside: set[str]) -> str:
+    """What of these gets no adapters here in a model with experts: PEFT's "all-linear" finds it."""
+    routed = any(".experts" in one for one in beside)
+    router = any(one.endswith(".mlp.gate") for one in beside)
+    return " and ".join(["routed experts"] * routed + ["routers"] * router)
 
 
 def write_peft(

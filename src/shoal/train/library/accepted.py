@@ -14,14 +14,14 @@ from shoal.train.library import given_optimizer
 
 
 def check_layout(layout: Layout) -> None:
-    for axis, why in (
-        ("cp", "a module's attention is its own"),
-        ("ep", "a module's experts are its own"),
+    for axis, why, instead in (
+        ("cp", "a module's attention is its own", "cp=1 here"),
+        ("ep", "a module sends its tokens itself", "tp= here, whose ranks share a model's experts out"),
     ):
         if getattr(layout, axis) > 1:
             raise BadInput(
                 f"layout {axis}={getattr(layout, axis)}: {why}",
-                f"{axis}=1 here; shoal train has it for the architectures that Shoal builds",
+                f"{instead}; shoal train has it for the architectures that Shoal builds",
             )
     for part in layout.offload:
         if part.what != "optimizer":
