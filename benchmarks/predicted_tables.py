@@ -237,8 +237,8 @@ def _circumstances(calibration: Measurements) -> Iterator[str]:
         "For peaks, the table is a blind test. The engine of these rows keeps working copies of its weights and a loss",
         "without logits, and its memory was counted before the first row was measured. One thing was added since: what",
         "torch's allocator leaves with weights and states whose bytes are no whole MiB",
-        "(`predict/memory/unsplit.py`), which rows of GPT-2 XL showed. That term follows from the allocator's rules,",
-        "fits nothing, and is almost zero for the shapes of this table.",
+        "(`predict/memory/allocator_rounding.py`), which rows of GPT-2 XL showed. That term follows from the",
+        "allocator's rules, fits nothing, and is almost zero for the shapes of this table.",
     )
 
 

@@ -37,7 +37,7 @@ from shoal.train.checkpoint import parts
 from shoal.train.checkpoint.manifest import Manifest, StoredPiece, identity_hash
 from shoal.train.checkpoint.peer_memory import file_of
 from shoal.train.checkpoint.read import Checkpoint, Wanted
-from shoal.train.checkpoint.staging import Lot
+from shoal.train.checkpoint.staging import StagedBox
 from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.checkpoint.write_plan import parts_by_views
 
@@ -97,7 +97,7 @@ class SyntheticRanks:
         found, position = [], 0
         for state in STATES:
             for part in written:
-                lot = Lot(state, part, torch.float32, position)
+                lot = StagedBox(state, part, torch.float32, position)
                 name = blake3(f"{rank} {state} {position}".encode()).hexdigest()
                 found.append(lot.entry(file_of(rank), name))
                 position = lot.end

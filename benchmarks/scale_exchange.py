@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.nodes import hearing, relay
+from shoal.launch.nodes import last_reports, relay
 from shoal.launch.nodes.exchange import Follower, silence, tick_of
-from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.last_reports import Leader
 from shoal.launch.nodes.messages import Round, Status
 from shoal.launch.nodes.relay import RelayLink
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
@@ -152,7 +152,7 @@ class Meeting:
         self.nodes, self.world, self.steps = nodes, world, 1
         self.leader = Leader(connect(port, store.secret, TIMEOUT), status(0), TIMEOUT)
         self.leader.patience = PATIENCE
-        hearing.tick_of = lambda nodes, patience: TICK
+        last_reports.tick_of = lambda nodes, patience: TICK
         self.processes = []
         self.numbers: list[int] = []
         share = -(-(nodes - 1) // PROCESSES) if nodes > 1 else 0
@@ -195,7 +195,7 @@ class Meeting:
         return found
 
     def close(self) -> None:
-        hearing.tick_of = tick_of
+        last_reports.tick_of = tick_of
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()

@@ -134,7 +134,7 @@ Sums = dict[str, tuple[int, int]]  # calls and bytes of every operation
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingDispatch:
     """A layout of two ranks, in fp32, and what the pages say that one of them sends in a step."""
 
     layout: str
@@ -148,7 +148,7 @@ def with_scalars(calls: int, size: int, strict: bool = False) -> tuple[int, int]
     return (calls + 5, size + 80) if strict else (calls + 2, size + 32)
 
 
-def tensor(layout: str, gathers: int, scatters: int, shared_heads: bool = False) -> Sent:
+def tensor(layout: str, gathers: int, scatters: int, shared_heads: bool = False) -> PendingDispatch:
     """Two micro-batches of two sequences."""
     micro, times = 2, 2
     stream = micro * SEQ * HIDDEN * 4
@@ -164,18 +164,20 @@ def tensor(layout: str, gathers: int, scatters: int, shared_heads: bool = False)
             "all_reduce": with_scalars(2 * times + 1 + shared_heads, loss + norms + heads),
             "reduce_scatter": (times * scatters, times * scatters * stream),
         }
-    return Sent(layout, sums, micro, shared_heads=shared_heads)
+    return PendingDispatch(layout, sums, micro, shared_heads=shared_heads)
 
 
-def pipeline(schedule: str, cuts: int, tied_sum: bool = True) -> Sent:
+def pipeline(schedule: str, cuts: int, tied_sum: bool = True) -> PendingDispatch:
     """Four micro-batches of one sequence. Of two ranks each sends one way or the other over every cut."""
     calls = ROWS * cuts
     size = calls * SEQ * HIDDEN * 4
     tied = with_scalars(int(tied_sum), 4 * MATRIX * tied_sum)
-    return Sent(f"pp=2,{schedule}", {"all_reduce": tied, "receive": (calls, size), "send": (calls, size)})
+    return PendingDispatch(
+        f"pp=2,{schedule}", {"all_reduce": tied, "receive": (calls, size), "send": (calls, size)}
+    )
 
 
-def context(layout: str, forwards: int = 1) -> Sent:
+def context(layout: str, forwards: int = 1) -> PendingDispatch:
     """Two micro-batches of two sequences; two ranks, two buckets. ``forwards``: passes, repeated ones too."""
     micro, times = 2, 2
     token = 4 * micro * SEQ // 2
@@ -191,12 +193,12 @@ def context(layout: str, forwards: int = 1) -> Sent:
         sums["all_to_all"] = (4 * passes, 2 * passes * token * (4 + 2) * HEAD)
     else:
         sums |= dict.fromkeys(("receive", "send"), (turns, turns * token * 2 * 2 * HEAD))
-    return Sent(layout, sums, micro)
+    return PendingDispatch(layout, sums, micro)
 
 
 WAYS = 4 * LAYERS + 2
 SENT = [
-    Sent("dp=2", {"all_reduce": with_scalars(1, 4 * PARAMETERS)}),
+    PendingDispatch("dp=2", {"all_reduce": with_scalars(1, 4 * PARAMETERS)}),
     tensor("tp=2", WAYS, WAYS),
     tensor("tp=2,recompute=selective", WAYS + 2 * LAYERS, WAYS + LAYERS),
     tensor("tp=2,recompute=full", WAYS + 2 * LAYERS, WAYS + LAYERS, shared_heads=True),
@@ -210,7 +212,9 @@ SENT = [
     pipeline("schedule=interleaved", 3),
     pipeline("schedule=zbv", 2, tied_sum=False),
     # A tied matrix is two in strict mode.
-    Sent("dp=2", {"all_reduce": with_scalars(1, 8 * (PARAMETERS + MATRIX), strict=True)}, strict=True),
+    PendingDispatch(
+        "dp=2", {"all_reduce": with_scalars(1, 8 * (PARAMETERS + MATRIX), strict=True)}, strict=True
+    ),
 ]
 
 
@@ -228,12 +232,12 @@ def rows(model: Model, first: int, count: int) -> Batch:
     return Batch(tokens, tokens.roll(-1, 1), positions, None, torch.arange(first, first + count), count * SEQ)
 
 
-def send(rank: int, world: int, cases: list[Sent]) -> list[Sums]:
+def send(rank: int, world: int, cases: list[PendingDispatch]) -> list[Sums]:
     """What this rank sends in the second step of each case."""
     return [_sent(rank, case) for case in cases]
 
 
-def _sent(rank: int, case: Sent) -> Sums:
+def _sent(rank: int, case: PendingDispatch) -> Sums:
     model = Model(**{**SMALL, "kv_heads": 1 if case.shared_heads else 2})
     placed, mesh = place(case.layout, model, rank, case.strict)
     recipe = Recipe(seq=SEQ, batch=ROWS, steps=3)

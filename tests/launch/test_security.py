@@ -514,7 +514,7 @@ DANGEROUS = {
 ALLOWED = {
     ("cli/main.py", "exec"): "of an empty text: it clears what an interrupt has left in the interpreter",
     ("launch/ranks.py", "pickle.loads"): "from a process that we forked, through a pipe of our own",
-    ("plan/beside.py", "pickle.loads"): "from a process that we forked, through a pipe of our own",
+    ("plan/search_process.py", "pickle.loads"): "from a process that we forked, through a pipe of our own",
     ("observe/nccl.py", "pickle.Unpickler"): "a subclass that refuses every class and function",
     # Ranks trust each other: docs/security.md says what that means for their network.
 }

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import RECOMPUTES, Layout, Recompute
-from shoal.facts.layout.kept import kept_tensors
+from shoal.facts.layout.saved_activations import kept_tensors
 from shoal.facts.model import Adapters, Experts, Model
 from shoal.models.attention import attend
 from shoal.models.decoder import build

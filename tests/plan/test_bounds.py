@@ -14,7 +14,7 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
-from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare
+from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, RankWork, StateSharding
 from shoal.plan.walk import Walk
 from shoal.predict.workload import Workload as Question
 
@@ -56,7 +56,7 @@ def test_weight_gradients_put_off_in_several_chunks_are_not_taken_to_be_there() 
     case = workload("pythia-6.9b", "4x1xH100", 4096, 6)
     one = Candidate(
         ModelSplit(2, 1, 2, 1),
-        WorkShare(True, "ring", 1, 2),
+        RankWork(True, "ring", 1, 2),
         PipelineOrder("zb", 2, "selective"),
         StateSharding(1, 1, 3),
         1,
@@ -68,7 +68,7 @@ def test_replicas_of_shards_add_gradients_up_in_the_precision_of_their_sums() ->
     case = workload("pythia-6.9b", "16xH100", 8192, 24)
     one = Candidate(
         ModelSplit(1, 2, 1, 8),
-        WorkShare(True, "ulysses", 1, 1),
+        RankWork(True, "ulysses", 1, 1),
         PipelineOrder("1f1b", 1, "none"),
         StateSharding(8, 1, 3),
         2,
@@ -80,7 +80,7 @@ def test_where_small_units_stay_gathered_a_larger_one_may_still_fit() -> None:
     case = workload("gpt2", "6x2xH200", 256, 24, TuneSection(persist_below=10**7))
     small = Candidate(
         ModelSplit(1, 1, 1, 12),
-        WorkShare(True, "ring", 1, 1),
+        RankWork(True, "ring", 1, 1),
         PipelineOrder("1f1b", 1, "selective"),
         StateSharding(1, 12, 3),
         1,

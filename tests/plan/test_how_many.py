@@ -10,10 +10,10 @@ from tests.plan.planning import asked
 
 from shoal.facts.problem import BadInput
 from shoal.plan.how_many import how_many, sizes, with_count
-from shoal.plan.left_open import pretraining_batch
 from shoal.plan.report import plan, plan_report
 from shoal.plan.request import plan_request
 from shoal.plan.scale import best, cost
+from shoal.plan.unspecified import pretraining_batch
 
 
 def test_clusters_come_in_whole_nodes() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.predict.counted import ask
 
 from shoal.facts.layout import RECOMPUTES
-from shoal.facts.layout.kept import kept_tensors
+from shoal.facts.layout.saved_activations import kept_tensors
 from shoal.predict.memory import ledger
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.workload import Workload

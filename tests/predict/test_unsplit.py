@@ -11,8 +11,8 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
+from shoal.predict.memory.allocator_rounding import MIB, granted, unsplit
 from shoal.predict.memory.inventory import rank_inventories
-from shoal.predict.memory.unsplit import MIB, granted, unsplit
 from shoal.predict.workload import Workload
 
 

@@ -23,8 +23,8 @@ from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
-from shoal.parallel.dispatch import Features, SentTokens
-from shoal.parallel.dispatch_by_node import PartOfTokens
+from shoal.parallel.dispatch import Features, TokensInFlight
+from shoal.parallel.dispatch_by_node import TokenChunk
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -172,28 +172,28 @@ def gradients_doubled() -> None:
 
 def token_dropped() -> None:
     """As where experts have room for so many and no more: the last copy of a token adds nothing."""
-    made = SentTokens.results
+    made = TokensInFlight.results
 
-    def full(self: SentTokens, returning: Tensor) -> Tensor:
+    def full(self: TokensInFlight, returning: Tensor) -> Tensor:
         results = made(self, returning)
         kept = results.new_ones(len(results), 1)
         kept[-1] = 0
         return results * kept
 
-    SentTokens.results = full  # type: ignore[method-assign]
+    TokensInFlight.results = full  # type: ignore[method-assign]
 
 
 def sent_to_the_next_expert() -> None:
     """Of what a rank receives, every expert's last token."""
-    made = SentTokens.computed
+    made = TokensInFlight.computed
 
-    def off_by_one(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
+    def off_by_one(self: TokensInFlight, arriving: Tensor, compute: Compute) -> Tensor:
         def wrong(here: Tensor, at: Tensor) -> Tensor:
             return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
 
         return made(self, arriving, wrong)
 
-    SentTokens.computed = off_by_one  # type: ignore[method-assign]
+    TokensInFlight.computed = off_by_one  # type: ignore[method-assign]
 
 
 def losses_averaged_by_rank() -> None:
@@ -209,14 +209,14 @@ def losses_averaged_by_rank() -> None:
 
 def dropped_on_its_way_inside() -> None:
     """Of what has come from other nodes, the last token: it reaches no expert, and adds nothing."""
-    made = PartOfTokens._of_this_node
+    made = TokenChunk._of_this_node
 
-    def one_less(self: PartOfTokens, returning: Tensor) -> Tensor:
+    def one_less(self: TokenChunk, returning: Tensor) -> Tensor:
         kept = torch.ones(sum(self.counts.received), 1, dtype=returning.dtype)
         kept[-1:] = 0
         return made(self, returning) * kept
 
-    PartOfTokens._of_this_node = one_less  # type: ignore[method-assign]
+    TokenChunk._of_this_node = one_less  # type: ignore[method-assign]
 
 
 MUTATIONS = {

@@ -80,14 +80,14 @@ def comm(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.facts.cluster import notation
-    from shoal.launch.adopt.told import told_rank
+    from shoal.launch.adopt.launched_rank import torchrun_rank
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cluster = notation.find(on, visible)
     backend = "gloo" if cluster.device.name == "cpu" else "nccl"
     wanted = _operations(operations)
     bytes_each = _sizes(sizes, backend)
-    told = told_rank()
+    told = torchrun_rank()
     world = _world(cluster, nproc, share, show) if told is None else told.world
     _check(show, world, bytes_each, picture, _memory(cluster, world))
 

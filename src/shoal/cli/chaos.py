@@ -12,7 +12,7 @@ from rich.table import Table
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
-    from shoal.prove.chaos.campaign import Struck
+    from shoal.prove.chaos.campaign import InjectedFault
     from shoal.prove.chaos.verdict import ChaosVerdict
 
 
@@ -111,7 +111,7 @@ def _make_room(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _line(one: Struck) -> str:
+def _line(one: InjectedFault) -> str:
     whom = "" if one.rank is None else f" of rank {one.rank}"
     named = {True: "named right", False: "NOT NAMED RIGHT", None: ""}[one.named_right]
     second = " while recovering" if one.in_recovery else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from shoal.launch.adopt.told import ToldRank
+    from shoal.launch.adopt.launched_rank import LaunchedRank
     from shoal.launch.doctor import Check
     from shoal.launch.inspection.compare import ClusterCheck
 
@@ -123,7 +123,7 @@ def _cluster(
 
     from shoal.cli.summary import leave
     from shoal.facts.cluster import notation
-    from shoal.launch.adopt.told import check_order, parse_meet, slurm_nodes, told
+    from shoal.launch.adopt.launched_rank import check_order, parse_meet, slurm_nodes, told
     from shoal.launch.interfaces import address_of
     from shoal.launch.nodes.count import node_name
 
@@ -165,10 +165,10 @@ def _cluster(
     leave(int(not ready))
 
 
-def _by_hand(nodes: int | None, node_rank: int | None, place: tuple[str, int] | None) -> ToldRank:
+def _by_hand(nodes: int | None, node_rank: int | None, place: tuple[str, int] | None) -> LaunchedRank:
     """This process's place, given by options when no launcher says so."""
     from shoal.facts.problem import BadInput
-    from shoal.launch.adopt.told import ToldRank
+    from shoal.launch.adopt.launched_rank import LaunchedRank
 
     if nodes is None or node_rank is None or place is None:
         raise BadInput(
@@ -179,4 +179,4 @@ def _by_hand(nodes: int | None, node_rank: int | None, place: tuple[str, int] | 
         raise BadInput(
             f"--node-rank {node_rank} of --nodes {nodes}: they count from 0", f"--node-rank {nodes - 1}"
         )
-    return ToldRank(node_rank, nodes, 0, 1, "--node-rank", *place, per_node=nodes > 1)
+    return LaunchedRank(node_rank, nodes, 0, 1, "--node-rank", *place, per_node=nodes > 1)

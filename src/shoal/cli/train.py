@@ -15,7 +15,7 @@ from shoal.launch.report import FAILED, Report
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
-    from shoal.launch.adopt.told import ToldRank
+    from shoal.launch.adopt.launched_rank import LaunchedRank
     from shoal.plan.resolve import Job
     from shoal.train.run_directory import RunDirectory
 
@@ -79,7 +79,7 @@ def train(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.launch.adopt.told import parse_meet, told
+    from shoal.launch.adopt.launched_rank import parse_meet, told
 
     place = parse_meet(meet) if meet is not None else None
     found = told(os.environ, place)
@@ -107,7 +107,7 @@ class _Asked:
     json: bool
 
 
-def _launched(asked: _Asked, found: ToldRank | None) -> int:
+def _launched(asked: _Asked, found: LaunchedRank | None) -> int:
     """Start this machine's ranks. ``found``: a scheduler started this process on each of several machines."""
     from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
@@ -148,12 +148,12 @@ def _launched(asked: _Asked, found: ToldRank | None) -> int:
     return _answered(report, asked.json)
 
 
-def _slurm_name(found: ToldRank | None) -> str | None:
+def _slurm_name(found: LaunchedRank | None) -> str | None:
     """The scheduler's name for this machine, which may differ from its host name."""
     return os.environ.get("SLURMD_NODENAME") if found is not None and found.by == "srun" else None
 
 
-def _adopted(asked: _Asked, found: ToldRank) -> int:
+def _adopted(asked: _Asked, found: LaunchedRank) -> int:
     """Become one of the ranks that another launcher started. Errors that all ranks share are printed once per node."""
     from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
@@ -185,7 +185,7 @@ def _adopted(asked: _Asked, found: ToldRank) -> int:
             name = node_name(asked.node) if asked.node is not None else None
             report: Report = train_rank(job, directory, found, asked.fresh, console, visible, name)
     except BadInput as error:
-        from shoal.launch.adopt.roll_call import Rival
+        from shoal.launch.adopt.rank_rendezvous import Rival
 
         if first or isinstance(error, Rival):
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cyclopts import CycloptsError, UnknownCommandError, UnknownOptionError
 
 from shoal.facts.config.check import keys_called
-from shoal.facts.input.other_words import LATER_COMMANDS, Meaning, layout_pair, meaning, normalised
+from shoal.facts.input.foreign_terms import LATER_COMMANDS, Meaning, layout_pair, meaning, normalised
 from shoal.facts.problem import Problem, did_you_mean
 
 

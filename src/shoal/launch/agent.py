@@ -28,7 +28,7 @@ STOPPED_SECONDS = 0.25
 
 
 @dataclass
-class Crew:
+class WorkerProcesses:
     """The processes of one attempt on this machine, by rank."""
 
     processes: dict[int, BaseProcess] = field(default_factory=dict)
@@ -101,18 +101,18 @@ class Agent(LocalElasticAgent):
         # write to, with a node that may have been lost meanwhile.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         self.ended_well = ended_well
-        self.crew = Crew()
+        self.crew = WorkerProcesses()
         self._started = threading.Event()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self.crew = Crew()
+        self.crew = WorkerProcesses()
         started: dict[int, int] = super()._start_workers(worker_group)
         # multiprocessing.active_children() drops processes that have ended: a rank that failed at once, and why. torch
         # holds them all, but under no public name; the same in versions 2.11 to 2.13.
         children = {process.pid: process for process in self._pcontext._pc.processes}  # type: ignore[union-attr]
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         found = {ranks[local]: children[pid] for local, pid in started.items() if pid in children}
-        crew = Crew(found)
+        crew = WorkerProcesses(found)
         for rank, process in found.items():
             # torch calls this as soon as a peer has died. It would send a SIGTERM, indistinguishable from another
             # process's, and wait half a minute for a stopped process.
@@ -158,7 +158,7 @@ class Agent(LocalElasticAgent):
         if crew.first_death is not None and time.monotonic() - crew.first_death > GRACE_SECONDS:
             self.kill(crew)
 
-    def kill(self, crew: Crew | None = None) -> None:
+    def kill(self, crew: WorkerProcesses | None = None) -> None:
         """End all workers at once, even if they are stopped or stuck."""
         crew = crew or self.crew
         for rank in crew.processes:

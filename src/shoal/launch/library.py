@@ -18,8 +18,8 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, did_you_mean
+from shoal.launch.adopt.launched_rank import told
 from shoal.launch.adopt.library import join_ranks
-from shoal.launch.adopt.told import told
 from shoal.launch.init_rank import INTERFACES, given_threads
 from shoal.launch.interfaces import interface_of
 from shoal.launch.ranks import RankFailed, run_ranks

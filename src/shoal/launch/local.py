@@ -50,7 +50,10 @@ from shoal.train.run_directory import RunDirectory, identity
 WORKER = "shoal.launch.worker:work"
 ATTEMPT = "shoal.launch.supervisor:Supervisor"
 # With a parameter server, the agent runs the servers, and workers are started beside it.
-SERVED, SERVED_WORKER = "shoal.launch.served:ServedSupervisor", "shoal.launch.server:work_for_servers"
+SERVED, SERVED_WORKER = (
+    "shoal.launch.parameter_servers:ServedSupervisor",
+    "shoal.launch.server:work_for_servers",
+)
 TUNING = "shoal.launch.tuning.supervisor:TuningSupervisor"
 # Imported before workers fork. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")

@@ -22,7 +22,7 @@ from shoal.launch.environment import keep_only_passed
 from shoal.launch.init_rank import thread_count
 from shoal.launch.interfaces import interface_of
 from shoal.launch.worker import end_with_launcher, own_session, print_to, work
-from shoal.observe.flight_recorder import Announce, unheard
+from shoal.observe.flight_recorder import Announce, no_announce
 from shoal.parallel import device_context
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
@@ -66,7 +66,7 @@ def work_for_servers(
     incarnation: int,
     address: str,
     port: int,
-    announce: Announce = unheard,
+    announce: Announce = no_announce,
 ) -> None:
     """A worker's process, from first to last line; it exits with 0 only if its work is done."""
     end_with_launcher()

@@ -37,7 +37,7 @@ from shoal.train.files import OWNER_ONLY
 from shoal.train.guard.agreement import agree
 from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.stacks import stacks_on_signal
-from shoal.train.loop import Guest, train
+from shoal.train.loop import TrainingObserver, train
 from shoal.train.outcome import TRUSTED, Outcome
 from shoal.train.run_directory import RunDirectory
 
@@ -51,7 +51,7 @@ TELL_SECONDS = 10.0
 
 
 def work(
-    assignment: Assignment, guest: Guest | None = None, main: Callable[..., Outcome] = train
+    assignment: Assignment, guest: TrainingObserver | None = None, main: Callable[..., Outcome] = train
 ) -> Outcome | None:
     """The process of one rank, from first to last line. None: an earlier attempt's error is final.
 
@@ -99,7 +99,7 @@ def take_part(
     asked: Callable[[], bool],
     restarts: int,
     first: Callable[[], None] = lambda: None,
-    guest: Guest | None = None,
+    guest: TrainingObserver | None = None,
     main: Callable[..., Outcome] = train,
 ) -> Outcome:
     """Join the other ranks, once ``first`` has returned, and train to the end."""
@@ -148,7 +148,7 @@ def _asked(store: SignedStore, attempt: SignedStore) -> bool:
 
 
 def _announce(
-    flight: FlightRecorder, guest: Guest, phase: str, step: int, part: int = 0, parts: int = 0, /
+    flight: FlightRecorder, guest: TrainingObserver, phase: str, step: int, part: int = 0, parts: int = 0, /
 ) -> None:
     flight.enter(phase, step, part, parts)
     if part == 0:

@@ -81,34 +81,36 @@ class Routed(NamedTuple):
     x: Tensor  # [B, T, hidden], as shared experts read them
     weights: Tensor  # [B·T, active], in the compute dtype
     chosen: Tensor  # int64 [B·T, active]
-    order: Order  # as set by ``Travel``
+    order: Order  # as set by ``Dispatcher``
 
 
 # Tokens in transit, one tensor for each part.
-Arriving = tuple[Tensor, ...]
+TokensInTransit = tuple[Tensor, ...]
 
 
-class Sent(Protocol):
+class PendingDispatch(Protocol):
     """Tokens in transit to their experts."""
 
-    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+    def mixed(
+        self, arriving: TokensInTransit, compute: Compute, weights: Tensor, order: Order, mix: Mix
+    ) -> Tensor:
         """The weighted sum of the experts' outputs per token: [T, hidden], in the width that was sent."""
 
 
-class Travel(Protocol):
+class Dispatcher(Protocol):
     """Dispatch: how tokens reach their experts."""
 
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         """Copies of tokens [T, hidden] for experts [T, active], and their order; shapes do not depend on routing."""
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[TokensInTransit, PendingDispatch]:
         """Start sending; received tokens are available only when outputs are requested."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
         """[T, hidden] from the sums that came back."""
 
 
-class AllHere:
+class LocalDispatcher:
     """All experts are on this rank."""
 
     def __init__(self, experts: int) -> None:
@@ -117,20 +119,22 @@ class AllHere:
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         return spread_by_expert(x, chosen, self.experts)
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, Sent]:
-        return (tokens,), Here(routed.order.ends)
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[TokensInTransit, PendingDispatch]:
+        return (tokens,), LocalTokens(routed.order.ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
 
 
-class Here:
+class LocalTokens:
     """Tokens that stay on this rank."""
 
     def __init__(self, ends: Tensor) -> None:
         self.ends = ends
 
-    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+    def mixed(
+        self, arriving: TokensInTransit, compute: Compute, weights: Tensor, order: Order, mix: Mix
+    ) -> Tensor:
         (tokens,), copies = arriving, weights.shape[1]
         own = Permute.apply(weights.reshape(-1, 1), order.place, order.back)
         mixed: Tensor = Collect.apply(compute(tokens, self.ends, own), copies, order.place, order.back)
@@ -175,7 +179,9 @@ class RoutedExperts(nn.Module):
         self.down_proj = GroupedLinear(count, width, model.hidden)
         self.activation = model.activation
 
-    def forward(self, arriving: Arriving, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+    def forward(
+        self, arriving: TokensInTransit, sent: PendingDispatch, weights: Tensor, order: Order
+    ) -> Tensor:
         """Tokens in transit, weights [T, active] of all that were sent → weighted sums of the outputs [T, hidden].
 
         Everything happens inside this function because FSDP gathers weights around it, and recognises a recomputed
@@ -205,7 +211,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = RoutedExperts(model)
         self.count = model.experts.count
         self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
-        self.travel: Travel = AllHere(self.count)
+        self.travel: Dispatcher = LocalDispatcher(self.count)
         # Hooks for tensor ranks that split features: all tokens in, with their routing, and the sum of all ranks'
         # outputs out.
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are

@@ -277,5 +277,5 @@ def _packed(channel: Channel) -> dict[str, int] | list[int]:
     return {"first": ranks[0], "step": step, "count": len(ranks)}
 
 
-def unheard(phase: str, step: int, part: int = 0, parts: int = 0, /) -> None:
+def no_announce(phase: str, step: int, part: int = 0, parts: int = 0, /) -> None:
     """An ``Announce`` that does nothing."""

@@ -38,7 +38,7 @@ from shoal.parallel.offload.host_memory import (
     HostMemory,
     give_back_large_blocks,
 )
-from shoal.parallel.offload.params import ParameterFetcher, make_homes, resting_names
+from shoal.parallel.offload.params import ParameterFetcher, allocate_host_storage, resting_names
 from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.packed import pack_weights
@@ -180,7 +180,7 @@ def apply(
     staged = None
     if resting is not None and resting.nvme and files is not None:
         staged = StagedFiles(files, memory)
-    homes = make_homes(segments, names, memory, staged)
+    homes = allocate_host_storage(segments, names, memory, staged)
     fetched = None if resting is None else ParameterFetcher(segments, homes, mesh.device)
     every = held_parameters(
         segments, model, mesh, group_of, states, away is not None, homes.tensors, homes.files

@@ -1,8 +1,9 @@
 """Compile blocks with torch.compile: one graph for the layers of all local stages, with recomputation inside it.
 
 The compiler fuses what lies between matmuls. What a block saves for its backward pass is not left to the compiler's
-heuristics: checkpointing wraps the block inside the graph, and its policy keeps what ``facts/layout/kept.py`` lists.
-Everything else is elementwise and is recomputed inside the backward kernels.
+heuristics: checkpointing wraps the block inside the graph, and its policy keeps what
+``facts/layout/saved_activations.py`` lists. Everything else is elementwise and is recomputed inside the backward
+kernels.
 
 Blocks differ only in their weights, which are inputs of the graph: it is traced once and serves all layers. Compilation
 wraps ``forward``, not the module, so that hooks, such as FSDP's, stay outside.

@@ -20,7 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from shoal.facts.layout import Recompute
 from shoal.models.decoder import Block
 from shoal.models.documents import Documents
-from shoal.models.experts import AllHere, Arriving, MixtureOfExperts, Order, Routed, RoutedExperts, Sent, mix
+from shoal.models.experts import (
+    LocalDispatcher,
+    MixtureOfExperts,
+    Order,
+    PendingDispatch,
+    Routed,
+    RoutedExperts,
+    TokensInTransit,
+    mix,
+)
 
 # Runs a module's function, its first argument, as a graph; the kind says what the graph keeps.
 Graph = Callable[..., Any]
@@ -31,7 +40,7 @@ FEWEST_TOKENS = 2
 def exchanges(block: nn.Module) -> bool:
     """Whether the block exchanges tokens with other ranks."""
     mixture = block.mlp
-    return isinstance(mixture, MixtureOfExperts) and not isinstance(mixture.travel, AllHere)
+    return isinstance(mixture, MixtureOfExperts) and not isinstance(mixture.travel, LocalDispatcher)
 
 
 class InParts:
@@ -86,7 +95,9 @@ class InParts:
         output: Tensor = _behind(*behind) if self.again else graph(kind, _behind, *behind)
         return output
 
-    def _experts(self, arriving: Arriving, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+    def _experts(
+        self, arriving: TokensInTransit, sent: PendingDispatch, weights: Tensor, order: Order
+    ) -> Tensor:
         if not self.compiled_experts:
             return self.eager_experts(arriving, sent, weights, order)
         return sent.mixed(arriving, self._compute, weights, order, self._mix)

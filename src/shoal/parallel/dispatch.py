@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.models.experts import Arriving, Compute, Mix, Order, Permute, Routed, by_expert, spread_by_expert
+from shoal.models.experts import (
+    Compute,
+    Mix,
+    Order,
+    Permute,
+    Routed,
+    TokensInTransit,
+    by_expert,
+    spread_by_expert,
+)
 from shoal.models.grouped_product import on_host
 from shoal.parallel.tensor_region import Gather, Scatter
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
@@ -62,14 +71,14 @@ class Dispatch:
     def leaving(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Order]:
         return spread_by_expert(self.features.outgoing(x), chosen, self.experts)
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, SentTokens]:
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[TokensInTransit, TokensInFlight]:
         # Per rank, and per expert of each rank: how many tokens go there, and how many come from there.
         ends = routed.order.ends.long()
         going = torch.diff(ends, prepend=ends.new_zeros(1)).view(self.ranks, -1)
         coming = self.told(going)
         sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
         exchange = TokenExchange(sent, received, self.group)
-        return (depart(tokens, exchange),), SentTokens(self, exchange, coming)
+        return (depart(tokens, exchange),), TokensInFlight(self, exchange, coming)
 
     def told(self, going: Tensor) -> Tensor:
         """Exchange counts: what each rank has for this one."""
@@ -81,7 +90,7 @@ class Dispatch:
         return self.features.incoming(mixed)
 
 
-class SentTokens:
+class TokensInFlight:
     """Tokens in flight to the ranks of their experts."""
 
     def __init__(self, dispatch: Dispatch, exchange: TokenExchange, coming: Tensor) -> None:
@@ -89,7 +98,9 @@ class SentTokens:
         self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
         self.home = TokenExchange(exchange.received, exchange.sent, exchange.group)
 
-    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, mix: Mix) -> Tensor:
+    def mixed(
+        self, arriving: TokensInTransit, compute: Compute, weights: Tensor, order: Order, mix: Mix
+    ) -> Tensor:
         (tokens,) = arriving
         return mix(self.results(self.computed(tokens, compute)), weights, order)
 

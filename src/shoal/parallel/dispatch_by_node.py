@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.layout.expert_nodes import Split, part_sizes
-from shoal.models.experts import Arriving, Collect, Compute, Mix, Order, Routed, Spread, by_expert, mix
+from shoal.models.experts import Collect, Compute, Mix, Order, Routed, Spread, TokensInTransit, by_expert, mix
 from shoal.models.mix import mix_rows
-from shoal.parallel.dispatch import Dispatch, SentTokens
+from shoal.parallel.dispatch import Dispatch, TokensInFlight
 from shoal.parallel.token_exchange import TokenExchange, arrive, depart
 
 # Expert ids travel as bits beside the tokens' values.
@@ -60,7 +60,7 @@ class NodeDispatch:
         order = by_expert(group.masked_fill(again, groups).flatten(), groups)
         return self.inside.features.outgoing(x), order
 
-    def send(self, tokens: Tensor, routed: Routed) -> tuple[Arriving, TokensOfNodes]:
+    def send(self, tokens: Tensor, routed: Routed) -> tuple[TokensInTransit, TokensInFlightByNode]:
         sizes = part_sizes(len(tokens), self.split.parts)
         told = self._counts(routed.order, routed.chosen, sizes)
         numbers = routed.chosen.to(AS_WIDE[tokens.element_size()]).view(tokens.dtype)
@@ -70,10 +70,10 @@ class NodeDispatch:
         for own, counts in zip(rows, told, strict=True):
             unsorted, number = slice(first * active, (first + len(own)) * active), sum(counts.sent)
             order = routed.order.part(unsorted, slice(ordered, ordered + number))
-            parts.append(part := PartOfTokens(self, counts, order, active))
+            parts.append(part := TokenChunk(self, counts, order, active))
             arriving.append(depart(Spread.apply(own, active, order.place, order.back), part.across))
             first, ordered = first + len(own), ordered + number
-        return tuple(arriving), TokensOfNodes(parts)
+        return tuple(arriving), TokensInFlightByNode(parts)
 
     def _counts(self, order: Order, chosen: Tensor, sizes: list[int]) -> list[Counts]:
         """Exchange counts: each node learns how many tokens come and how many copies each of its experts gets; its
@@ -135,13 +135,15 @@ def _cut(numbers: list[int], lengths: list[int]) -> list[list[int]]:
     return [[next(rest) for _ in range(length)] for length in lengths]
 
 
-class TokensOfNodes:
+class TokensInFlightByNode:
     """Tokens in flight to the nodes of their experts."""
 
-    def __init__(self, parts: list[PartOfTokens]) -> None:
+    def __init__(self, parts: list[TokenChunk]) -> None:
         self.parts = parts
 
-    def mixed(self, arriving: Arriving, compute: Compute, weights: Tensor, order: Order, _: Mix) -> Tensor:
+    def mixed(
+        self, arriving: TokensInTransit, compute: Compute, weights: Tensor, order: Order, _: Mix
+    ) -> Tensor:
         """Run hop by hop, each over all parts: while one part travels, the next is worked on.
 
         The number of tokens that arrive changes every time, so their results are summed outside compiled graphs.
@@ -159,7 +161,7 @@ class TokensOfNodes:
         return torch.cat(under_way)
 
 
-class PartOfTokens:
+class TokenChunk:
     """Some of a rank's tokens, and what the rank forwards of the tokens that arrive meanwhile."""
 
     # Order and weight of the copies made of what arrived, once it is forwarded.
@@ -173,7 +175,7 @@ class PartOfTokens:
         self.home = TokenExchange(counts.received, counts.sent, dispatch.across)
         inside = dispatch.inside
         onward = TokenExchange(counts.onward, counts.here, inside.group)
-        self.inside = SentTokens(inside, onward, counts.by_expert)
+        self.inside = TokensInFlight(inside, onward, counts.by_expert)
 
     def passed_on(self, arriving: Tensor) -> Tensor:
         """Start sending one copy of each arrived token to each of its experts on this node."""

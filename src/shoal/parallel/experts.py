@@ -19,7 +19,7 @@ from torch import nn
 from shoal.facts.layout.expert_nodes import Split, expert_nodes
 from shoal.facts.model import Experts, Model
 from shoal.models.decoder import Network
-from shoal.models.experts import GroupedLinear, MixtureOfExperts, Travel
+from shoal.models.experts import Dispatcher, GroupedLinear, MixtureOfExperts
 from shoal.parallel.dispatch import Dispatch, Features, SplitFeatures
 from shoal.parallel.dispatch_by_node import NodeDispatch
 from shoal.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ def split(network: Network, model: Model, mesh: Mesh) -> None:
         mixture.travel = travel
 
 
-def _travel(mesh: Mesh, experts: Experts) -> Travel:
+def _travel(mesh: Mesh, experts: Experts) -> Dispatcher:
     tensor = mesh.group("tp")
     features = Features()
     if tensor is not None:

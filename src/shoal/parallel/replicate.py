@@ -90,7 +90,7 @@ class Replicate(WholeParameters):
             if sent is not bucket.flat:
                 bucket.flat.copy_(sent)
         self._flying.clear()
-        self.hand_gradients()
+        self.move_gradients_to_masters()
 
     def _send(self, bucket: GradientBucket) -> None:
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.facts.layout import Layout
-from shoal.facts.layout.served import ServedRange, elements, served_ranges
+from shoal.facts.layout.server_ranges import ServedRange, elements, served_ranges
 from shoal.models.decoder import Network
 from shoal.models.initial import Fill, Slice
 from shoal.parallel.mesh import Mesh

@@ -75,11 +75,11 @@ class Shard:
     working: Tensor | None = None  # if ``tensor`` is master weights: the working copy the network reads
     # Set if ``tensor`` is in host memory (``parallel/offload/states.py``): ``away`` is its gradient there, ``summed``
     # the gradient on the device until it leaves, ``squares`` the sum of its squares once it has left.
-    away: AwayGradient | None = None
+    away: OffloadedGradient | None = None
     summed: Tensor | None = None
     squares: Tensor | None = None
     # Set if the states of ``tensor``, which then has no values, are in files (``parallel/offload/state_files.py``).
-    filed: FiledStates | None = None
+    filed: StatesOnDisk | None = None
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class Shard:
         return range(self.start // size, -(-self.stop // size))
 
 
-class AwayGradient(Protocol):
+class OffloadedGradient(Protocol):
     """The host's side of a piece's gradient."""
 
     times: int  # micro-batches of this step whose gradients have left
@@ -132,7 +132,7 @@ class WeightFile(Protocol):
     def start_write(self, start: int, values: Tensor) -> FileTransfer: ...
 
 
-class FiledStates(Protocol):
+class StatesOnDisk(Protocol):
     """A piece's optimizer states in files, one per state."""
 
     def begin(self, kind: str) -> Tensor:
@@ -258,7 +258,7 @@ class WholeParameters:
             for tensor, working in [updated(one, one.parameter)]
         ]
 
-    def hand_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Move gradients to the master weights."""
         for piece in self.pieces:
             if piece.working is not None and (found := piece.held.parameter.grad) is not None:
@@ -315,7 +315,7 @@ class NoReducer(WholeParameters):
     def after_backward(self, stage: int, last: bool) -> None: ...
 
     def finish_step(self) -> None:
-        self.hand_gradients()
+        self.move_gradients_to_masters()
 
 
 class ComposedReducer:

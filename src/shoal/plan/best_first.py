@@ -25,13 +25,13 @@ from shoal.plan.space import (
     Candidate,
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     has_activations,
     placed,
 )
 from shoal.plan.walk import Priced, StrategyKey, Walk, strategy_of
-from shoal.predict.time.layer import Handling
+from shoal.predict.time.layer import WeightTraffic
 from shoal.predict.workload import Workload
 
 # Effort spent on the best layouts of further strategies once the fastest layout is known.
@@ -43,7 +43,7 @@ class SearchNode(NamedTuple):
 
     group: OrderGroup
     split: ModelSplit
-    share: WorkShare
+    share: RankWork
     order: PipelineOrder
     offload: tuple[Offload, ...] | None = None
     alike: tuple[StateSharding, ...] | None = None
@@ -184,7 +184,7 @@ class BestFirst(Walk):
 
     def _open_states(self, node: SearchNode) -> None:
         _, split, share, order, offload, _, _ = node
-        known: dict[Handling, float] = {}
+        known: dict[WeightTraffic, float] = {}
         for alike in self.space.sharings(split, share.ep, offload or NOTHING):
             if strategy_of(split, share, alike[0]) not in self.settled:
                 held = self.bounds.handled(split, share, alike[0])

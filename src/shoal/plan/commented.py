@@ -10,7 +10,7 @@ from shoal.facts.config import describe
 from shoal.facts.config.check import toml_value
 from shoal.facts.config.file import template
 from shoal.facts.problem import Problem
-from shoal.facts.unrun_keys import unrun_keys
+from shoal.facts.unsupported_keys import unrun_keys
 
 _NOTHING: Any = object()
 

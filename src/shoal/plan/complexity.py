@@ -16,8 +16,8 @@ from shoal.plan.space import (
     Candidate,
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     layout_of,
     placed,
 )
@@ -58,19 +58,19 @@ def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int
     return axes + (axes > 0 and split.data > 1) + departs
 
 
-def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
+def of_share(split: ModelSplit, share: RankWork, model: Model, cluster: Cluster) -> int:
     policies = (not share.sp) + (share.cp_kind != "ring") + (share.ep > 1)
     return policies + practice.of_share(split, share, model, cluster)
 
 
-def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
+def of_order(split: ModelSplit, share: RankWork, order: PipelineOrder, batch: int) -> int:
     """Including the micro-batch, whose default depends on the schedule."""
     chunks = order.chunks != DEFAULT_CHUNKS.get(order.schedule, 1)
     policies = (order.schedule != "1f1b") + chunks + (order.recompute != "none")
     return policies + (share.micro != usual_micro(split, order, batch)) + practice.of_order(split, order)
 
 
-def of_states(split: ModelSplit, share: WorkShare, states: StateSharding, stack: Stack) -> int:
+def of_states(split: ModelSplit, share: RankWork, states: StateSharding, stack: Stack) -> int:
     sharded = states.fsdp > 1
     both = sharded and states.dp > 1
     # Data ranks beside another axis are counted with the split; expert ranks are an axis of a kind.
@@ -80,7 +80,7 @@ def of_states(split: ModelSplit, share: WorkShare, states: StateSharding, stack:
     return both + first + unusual + len(states.offload)
 
 
-def replicas_alone(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
+def replicas_alone(split: ModelSplit, share: RankWork, states: StateSharding) -> int:
     """1 if ``dp`` is the only axis, and hence not a part."""
     return int(states.dp > 1 and states.fsdp == split.tp == split.cp == split.pp == share.ep == 1)
 

@@ -15,7 +15,7 @@ from shoal.facts.layout import Zero, divisors
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import reduce_width, weight_width
-from shoal.plan.space import UNITS, ModelSplit, StateSharding, WorkShare, placed
+from shoal.plan.space import UNITS, ModelSplit, RankWork, StateSharding, placed
 from shoal.predict.rank_parameters import RankParameters, expert_elements
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.step import RankKind
@@ -63,7 +63,7 @@ class ExchangeBound:
     def of_states(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         kinds: Iterable[RankKind],
         states: StateSharding,
         times: int,
@@ -82,7 +82,7 @@ class ExchangeBound:
     def least(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         zeros: tuple[Zero, ...],
         fewest: tuple[int, int],
         times: int,
@@ -114,7 +114,7 @@ class ExchangeBound:
     def _ways(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         zeros: tuple[Zero, ...],
         fewest: tuple[int, int],
         times: int,
@@ -132,7 +132,7 @@ class ExchangeBound:
     def _of(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         states: StateSharding,
         elements: int,
         sparse: int,

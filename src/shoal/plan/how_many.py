@@ -17,9 +17,9 @@ from shoal.facts.layout import Layout
 from shoal.plan.choose import replicas_only
 from shoal.plan.goodput import state_bytes
 from shoal.plan.judge import Plan, engine_runs
-from shoal.plan.left_open import pretraining_batch
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import Cost, best, cost, resized
+from shoal.plan.unspecified import pretraining_batch
 from shoal.predict.flops import flops_per_token
 
 MOST = 131_072

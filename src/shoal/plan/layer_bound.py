@@ -15,8 +15,8 @@ from shoal.facts.layout import Layout, Recompute, Schedule, accumulation
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     layout_of,
     placed,
 )
@@ -26,7 +26,7 @@ from shoal.predict.rank_parameters import (
     rank_parameters,
 )
 from shoal.predict.time import layer
-from shoal.predict.time.layer import Handling, Passes, Seconds
+from shoal.predict.time.layer import Passes, Seconds, WeightTraffic
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.step import (
     CostModel,
@@ -83,17 +83,17 @@ class LayerBound:
         self.within = WithinBound(self.on, self._workload(Layout()), self.body)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
-    def least_held(self, split: ModelSplit, share: WorkShare) -> Handling:
+    def least_held(self, split: ModelSplit, share: RankWork) -> WeightTraffic:
         """A bound for any sharding: in a pipeline gradients never accumulate as shards."""
         if split.pp == 1:
             return layer.FREE
         return self._least_held(accumulation(self.recipe.batch, split.data, share.micro))
 
-    def _least_handled(self, times: int) -> Handling:
+    def _least_handled(self, times: int) -> WeightTraffic:
         least = Passes(*map(min, self.on.handling("whole", times), self.on.handling("kept", times)))
-        return Handling(least, least)
+        return WeightTraffic(least, least)
 
-    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Handling:
+    def handled(self, split: ModelSplit, share: RankWork, states: StateSharding) -> WeightTraffic:
         """A lower bound, also for experts on fewer ranks than here."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
         # A single device that processes the whole batch at once widens no gradient.
@@ -104,16 +104,16 @@ class LayerBound:
             found.append(self.on.handling(rests(sharded, split.pp), times, narrow=alone and times == 1))
         dense, routed = found
         if self.model.experts is None:
-            return Handling(dense, dense)
+            return WeightTraffic(dense, dense)
         whole = self.on.handling("whole", times, narrow=alone and times == 1)
-        return Handling(dense, Passes(*map(min, routed, whole)))
+        return WeightTraffic(dense, Passes(*map(min, routed, whole)))
 
     def costs(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         recompute: Recompute,
-        held: Handling,
+        held: WeightTraffic,
         compiled: bool | None = None,
     ) -> Costs:
         """``compiled``: None while the schedule is open; then blocks are assumed compiled if any schedule allows it."""
@@ -128,7 +128,7 @@ class LayerBound:
         return known if within == held else self._holding(known, split, share, recompute, held)
 
     def _holding(
-        self, costs: Costs, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling
+        self, costs: Costs, split: ModelSplit, share: RankWork, recompute: Recompute, held: WeightTraffic
     ) -> Costs:
         """Costs including the traffic of weights and their gradients."""
         dense, sparse, last = self.moving(split.tp, share.ep, held)
@@ -146,7 +146,7 @@ class LayerBound:
             costs.backward + max(more[0] - dense.forward, more[1] - sparse.forward),
         )
 
-    def _moved_beside(self, tp: int, ep: int, held: Handling) -> list[Passes]:
+    def _moved_beside(self, tp: int, ep: int, held: WeightTraffic) -> list[Passes]:
         """Seconds besides products: for a layer without experts, one with them, and the head."""
         moved, (own, routed) = self.on.kernels.moved, held
         sizes = [*self._matrices_of(tp, ep), (-(-self.model.vocab // tp) * self.model.hidden, 0)]
@@ -175,7 +175,7 @@ class LayerBound:
         return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
 
     def _priced(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Handling, compiled: bool
+        self, split: ModelSplit, share: RankWork, recompute: Recompute, held: WeightTraffic, compiled: bool
     ) -> Costs:
         """One micro-batch on one rank."""
         tokens, model = share.micro * self.recipe.seq // split.cp, self.model
@@ -204,7 +204,7 @@ class LayerBound:
         return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
     def _parts(
-        self, split: ModelSplit, share: WorkShare, held: Handling, compiled: bool
+        self, split: ModelSplit, share: RankWork, held: WeightTraffic, compiled: bool
     ) -> Iterator[layer.LayerShare]:
         """A rank's share of a layer, for each kind of layer present."""
         body = self.body(split.tp, share.sp)

@@ -23,8 +23,8 @@ from shoal.plan.rank_memory import Blocks, RankMemory, fullest
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     layout_of,
 )
 from shoal.predict.memory.device import host_share, nvme_share, on_top
@@ -77,16 +77,16 @@ class MemoryBound(RankMemory):
         return at_p90 + 16
 
     def may_hold(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> bool:
         """Whether anything may fit, with states over all ranks."""
         return self.fits(split, self.of_order(split, share, order, offload))
 
-    def holds(self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding) -> bool:
+    def holds(self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding) -> bool:
         return self.fits(split, self.of_states(split, share, order, states))
 
     def has_place(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding
     ) -> bool:
         """Whether a node may have room for offloaded states, in memory and on disk."""
         optimizer, params = (waiting(states.offload, what) for what in ("optimizer", "params"))
@@ -124,7 +124,7 @@ class MemoryBound(RankMemory):
         )
         return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
 
-    def of_share(self, split: ModelSplit, share: WorkShare, resting: float) -> float:
+    def of_share(self, split: ModelSplit, share: RankWork, resting: float) -> float:
         """The backward pass of one block, added to what is at rest.
 
         Its own activations are on the device even if others are offloaded. It grows with the micro-batch: if one is
@@ -149,7 +149,7 @@ class MemoryBound(RankMemory):
     def of_orders(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         orders: list[PipelineOrder],
         offload: tuple[Offload, ...],
     ) -> float:
@@ -164,7 +164,7 @@ class MemoryBound(RankMemory):
     def _of_any(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         orders: list[PipelineOrder],
         recompute: Recompute,
         offload: tuple[Offload, ...],
@@ -178,7 +178,7 @@ class MemoryBound(RankMemory):
         return resting + kept
 
     def kept_by_any(
-        self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float = 0.0
+        self, split: ModelSplit, share: RankWork, orders: list[PipelineOrder], sent: float = 0.0
     ) -> float:
         """The least activation memory of any of these orders; ``sent`` of it is offloaded."""
         key = split, share, orders[0], len(orders), sent
@@ -188,7 +188,7 @@ class MemoryBound(RankMemory):
         return kept
 
     def _least_kept(
-        self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float
+        self, split: ModelSplit, share: RankWork, orders: list[PipelineOrder], sent: float
     ) -> float:
         recompute = orders[0].recompute
         # With more micro-batches no pipeline holds fewer.
@@ -211,7 +211,7 @@ class MemoryBound(RankMemory):
     def _resting_by_any(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         orders: list[PipelineOrder],
         offload: tuple[Offload, ...],
     ) -> float:
@@ -279,7 +279,7 @@ class MemoryBound(RankMemory):
         return [StateSharding(1, split.data, zero, offload) for zero in zeros]
 
     def of_order(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> float:
         key = split, share, order, offload
         known = self._needed.get(key)
@@ -288,7 +288,7 @@ class MemoryBound(RankMemory):
         return known
 
     def of_states(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding
     ) -> float:
         key = split, share, order, states
         known = self._needed.get(key)
@@ -297,7 +297,7 @@ class MemoryBound(RankMemory):
         return known
 
     def _of_ranks(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, ways: list[StateSharding]
     ) -> float:
         ranks = self._looked_at(split.pp, order.schedule, order.chunks)
         return max(self._of_rank(split, share, order, ways, rank) for rank in ranks)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from shoal.facts.layout import RECOMPUTES, Offload, Recompute, Zero, accumulation
 from shoal.plan.exchange_bound import ZEROS
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, Space, WorkShare
+from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, RankWork, Space
 from shoal.plan.time_bound import TimeBound
 
 # Effort spent at once on the next group of a list.
@@ -33,7 +33,7 @@ class OrderGroup:
 
     seconds: float
     split: ModelSplit
-    share: WorkShare
+    share: RankWork
     orders: list[PipelineOrder]
     bounds: TimeBound
     counted: bool = False  # whether a hunt has looked at them
@@ -59,7 +59,7 @@ class OpenGroup(NamedTuple):
     """A partly decided group; None: open. ``puts_off``: weight gradients are deferred, so blocks are not compiled."""
 
     splits: tuple[ModelSplit, ...]  # with equal tensor and context ranks
-    share: WorkShare | None = None
+    share: RankWork | None = None
     puts_off: bool | None = None
     exchanges: bool = False  # whether the bound includes exchanges within layers
     split: ModelSplit | None = None
@@ -158,7 +158,7 @@ class OrderGroups:
             least, fill = by_micro[key]
             self._push(max(least, fill * self.bounds.of_tokens(where[0], share)), OpenGroup(where, share))
 
-    def _open_share(self, seconds: float, splits: tuple[ModelSplit, ...], share: WorkShare) -> None:
+    def _open_share(self, seconds: float, splits: tuple[ModelSplit, ...], share: RankWork) -> None:
         for puts_off, fitting in self._resting_in(splits, share.ep):
             self.worked += 1
             bound = self.bounds.of_layers(fitting[0], share, self._compiled(fitting[0], puts_off))
@@ -166,7 +166,7 @@ class OrderGroups:
             self._push(max(seconds, fill * bound), OpenGroup(fitting, share, puts_off))
 
     def _open_deep(
-        self, seconds: float, node: OpenGroup, split: ModelSplit, share: WorkShare, puts_off: bool
+        self, seconds: float, node: OpenGroup, split: ModelSplit, share: RankWork, puts_off: bool
     ) -> None:
         again = self._least_again(split, share, puts_off)
         if again is None:
@@ -179,7 +179,7 @@ class OrderGroups:
         self._push(seconds + exchanged, node._replace(least=exchanged))
 
     def _fill(
-        self, splits: tuple[ModelSplit, ...], share: WorkShare, puts_off: bool | None, played: bool = True
+        self, splits: tuple[ModelSplit, ...], share: RankWork, puts_off: bool | None, played: bool = True
     ) -> float:
         """A lower bound on how many times its work the best of these pipelines takes."""
         key = splits, share.micro, puts_off, played
@@ -195,12 +195,12 @@ class OrderGroups:
     def _compiled(self, split: ModelSplit, puts_off: bool) -> bool:
         return self.bounds.compiled(split, self.space.orders(split, None, puts_off)[0])
 
-    def _least_again(self, split: ModelSplit, share: WorkShare, puts_off: bool) -> Recompute | None:
+    def _least_again(self, split: ModelSplit, share: RankWork, puts_off: bool) -> Recompute | None:
         """The least recomputation with which activations may fit, on the device or offloaded."""
         fitting = (again for again in RECOMPUTES if self._sent(split, share, again, puts_off) is not None)
         return next(fitting, None)
 
-    def _sent(self, split: ModelSplit, share: WorkShare, again: Recompute, puts_off: bool) -> float | None:
+    def _sent(self, split: ModelSplit, share: RankWork, again: Recompute, puts_off: bool) -> float | None:
         """Seconds added by offloading activations if they do not fit otherwise; None if that does not help."""
         orders = self.space.orders(split, again, puts_off)
         if not orders:
@@ -216,9 +216,9 @@ class OrderGroups:
         """Whether activations may be offloaded."""
         return any(part.what == "activations" for way in self.space.offloads for part in way)
 
-    def _shares(self, splits: tuple[ModelSplit, ...]) -> dict[WorkShare, list[ModelSplit]]:
+    def _shares(self, splits: tuple[ModelSplit, ...]) -> dict[RankWork, list[ModelSplit]]:
         """Each work share with the splits that have it."""
-        found: dict[WorkShare, list[ModelSplit]] = {}
+        found: dict[RankWork, list[ModelSplit]] = {}
         for split in splits:
             for share in self.space.shares(split):
                 found.setdefault(share, []).append(split)
@@ -287,8 +287,8 @@ def least_resting(
 
 
 def may_fit(
-    room: MemoryBound, split: ModelSplit, shares: list[WorkShare], offloads: Iterable[tuple[Offload, ...]]
-) -> list[WorkShare]:
+    room: MemoryBound, split: ModelSplit, shares: list[RankWork], offloads: Iterable[tuple[Offload, ...]]
+) -> list[RankWork]:
     """Of shares that differ only in the micro-batch: those where states and a backward pass may fit together."""
     resting = least_resting(room, split, shares[0].ep, offloads)
     fitting = bisect(shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting)))

@@ -31,7 +31,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import MEGATRON_CORE, Stack
 from shoal.facts.layout import Schedule, Zero
 from shoal.facts.model import Model
-from shoal.plan.space import ModelSplit, PipelineOrder, StateSharding, WorkShare
+from shoal.plan.space import ModelSplit, PipelineOrder, RankWork, StateSharding
 from shoal.predict.workload import Workload
 
 ACROSS_NODES = "tensor ranks across nodes"
@@ -80,7 +80,7 @@ def of_states(split: ModelSplit, states: StateSharding, cluster: Cluster) -> int
     return parts + _many_shards(split.cp * states.fsdp, states.zero)
 
 
-def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
+def of_share(split: ModelSplit, share: RankWork, model: Model, cluster: Cluster) -> int:
     return int(_gathered(share.ep, split.data * split.cp, model, cluster))
 
 

@@ -27,8 +27,8 @@ from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     layout_of,
     one_sequence,
     placed,
@@ -98,7 +98,7 @@ class RankMemory:
         self._sized: dict[tuple[object, ...], ParameterCount] = {}
 
     def _of_rank(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, ways: list[StateSharding], rank: int
     ) -> float:
         """With the most frugal of several shardings, part by part; they differ only in ``zero``."""
         shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
@@ -197,7 +197,7 @@ class RankMemory:
         return weight, optimizer, hold.gradient * (sizes.trained_share if scattered else sizes.trained)
 
     def _on_rank(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, fsdp: int, rank: int
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, fsdp: int, rank: int
     ) -> ParameterCount:
         key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
         known = self._sized.get(key)
@@ -234,7 +234,7 @@ class RankMemory:
     def _kept(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         order: PipelineOrder,
         offload: tuple[Offload, ...],
         cast: bool,
@@ -246,7 +246,7 @@ class RankMemory:
         return self._activations(split, share, order, sent.fraction if sent else 0.0, cast, rank)
 
     def _counted(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, sent: float, cast: bool, rank: int
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, sent: float, cast: bool, rank: int
     ) -> KeptActivations:
         chunks = self._chunks_of(split.pp, order, rank)
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -307,7 +307,7 @@ class RankMemory:
         )
 
     def _block(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
+        self, split: ModelSplit, share: RankWork, recompute: Recompute, experts: bool, compiled: bool
     ) -> KeptByBlock:
         """For one sequence; everything scales with the micro-batch."""
         key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, experts, compiled

@@ -23,7 +23,7 @@ from shoal.facts.recipe import Recipe, read_count
 from shoal.plan import compute_optimal
 from shoal.plan.amounts import read_budget, read_deadline
 from shoal.plan.headroom import Headroom, read_headroom
-from shoal.plan.left_open import device_alone, lacking, pretraining_batch, pretraining_seq
+from shoal.plan.unspecified import device_alone, lacking, pretraining_batch, pretraining_seq
 from shoal.predict.workload import USUAL, Workload
 
 # The default learning rate fits the tiny model; wide networks diverge at it. It changes no cost, but is written into

@@ -21,7 +21,6 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.beside import beside
 from shoal.plan.best_first import OTHERS, BestFirst, HuntResult, received
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
@@ -29,6 +28,7 @@ from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.orders import MergedGroups, OrderGroups
 from shoal.plan.practice import usual_zero
+from shoal.plan.search_process import beside
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.plan.walk import Priced, StrategyKey

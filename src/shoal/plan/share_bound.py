@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shoal.facts.layout import Recompute, accumulation, divisors
 from shoal.facts.precision import compute_width
 from shoal.plan.layer_bound import LayerBound
-from shoal.plan.space import ModelSplit, PipelineOrder, WorkShare
+from shoal.plan.space import ModelSplit, PipelineOrder, RankWork
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.time import host, layer
 from shoal.predict.time.bubble import follows, idle
@@ -77,7 +77,7 @@ class ShareBound(LayerBound):
         worked = each + self.model.layers / split.pp * summed
         return worked + self.behind * each if split.pp == 1 else worked
 
-    def of_tokens(self, split: ModelSplit, share: WorkShare) -> float:
+    def of_tokens(self, split: ModelSplit, share: RankWork) -> float:
         """Every micro-batch reads all weights of a layer for each of its products, however few its tokens. Measured
         kernels may have read from a cache.
         """
@@ -89,7 +89,7 @@ class ShareBound(LayerBound):
             known = self._moved[key] = self._moved_by_products(split, share)
         return self._micro_batches(split, share) * known
 
-    def _moved_by_products(self, split: ModelSplit, share: WorkShare) -> float:
+    def _moved_by_products(self, split: ModelSplit, share: RankWork) -> float:
         """Seconds of memory traffic per micro-batch."""
         seconds, body, kernels = 0.0, self.body(split.tp, share.sp), self.on.kernels
         for part in self._parts(split, share, layer.FREE, False):
@@ -100,7 +100,7 @@ class ShareBound(LayerBound):
             seconds += count * (2 if self.frozen else 3) * kernels.moved((read + written) * kernels.width)
         return seconds / self.on.faster
 
-    def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
+    def of_layers(self, split: ModelSplit, share: RankWork, compiled: bool) -> float:
         """All computation within layers, spread evenly over all devices."""
         sp, kind, ep, micro = share
         tokens = micro * self.recipe.seq // split.cp
@@ -123,14 +123,14 @@ class ShareBound(LayerBound):
             self._computed[key] = known
         return self._micro_batches(split, share) * known
 
-    def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
+    def of_rate(self, split: ModelSplit, share: RankWork, compiled: bool) -> float:
         """All computation and exchange within layers, spread evenly over all devices, for any pipeline depth."""
         costs = self.costs(split, share, "none", self.least_held(split, share), compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         return self._micro_batches(split, share) * total
 
-    def _micro_batches(self, split: ModelSplit, share: WorkShare) -> float:
+    def _micro_batches(self, split: ModelSplit, share: RankWork) -> float:
         """Passes through the whole network per device."""
         return self.recipe.batch * split.tp * split.cp / (self.devices * share.micro)
 
@@ -154,7 +154,7 @@ class ShareBound(LayerBound):
     def of_share(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         recompute: Recompute = "none",
         orders: Sequence[PipelineOrder] = (),
         compiled: bool | None = None,

@@ -22,8 +22,8 @@ from shoal.plan.space import (
     Candidate,
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     has_activations,
     layout_of,
     placed,
@@ -67,7 +67,7 @@ class SimplestNode(NamedTuple):
     """A partial decision; None marks what is open."""
 
     split: ModelSplit
-    share: WorkShare | None = None
+    share: RankWork | None = None
     few: int = 0  # next decisions that add this many parts; those that add more come later
     order: PipelineOrder | None = None
     states: StateSharding | None = None
@@ -203,7 +203,7 @@ class Simplest(Walk):
             more = min(further)
             self._push(rank.more(more - node.few, 0, rank.seconds), node._replace(few=more))
 
-    def _orders_of(self, split: ModelSplit, share: WorkShare) -> dict[int, list[PipelineOrder]]:
+    def _orders_of(self, split: ModelSplit, share: RankWork) -> dict[int, list[PipelineOrder]]:
         """Orders grouped by the parts that they add."""
         batch = self.asked.recipe.batch
         usual = [share.micro == complexity.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
@@ -216,7 +216,7 @@ class Simplest(Walk):
         return known
 
     def _open_order(
-        self, rank: Complexity, node: SimplestNode, share: WorkShare, order: PipelineOrder
+        self, rank: Complexity, node: SimplestNode, share: RankWork, order: PipelineOrder
     ) -> None:
         split = node.split
         for offload in self._offloads:

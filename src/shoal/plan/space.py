@@ -1,7 +1,7 @@
 """The space of layouts: every legal value of every key, on a fixed grid where a key has no natural limit.
 
 A layout is decided in four steps, and so is a search over it: how the network is split (``ModelSplit``), what one rank
-works on at a time (``WorkShare``), in which order and with which recomputation (``PipelineOrder``), and how states are
+works on at a time (``RankWork``), in which order and with which recomputation (``PipelineOrder``), and how states are
 sharded (``StateSharding``). A ``Candidate`` is all four.
 """
 
@@ -93,7 +93,7 @@ class ModelSplit(NamedTuple):
     data: int  # dp·fsdp
 
 
-class WorkShare(NamedTuple):
+class RankWork(NamedTuple):
     sp: bool
     cp_kind: ContextKind
     ep: int
@@ -113,7 +113,7 @@ class StateSharding(NamedTuple):
     offload: tuple[Offload, ...] = NOTHING
 
 
-def one_sequence(split: ModelSplit, share: WorkShare, recompute: Recompute) -> Layout:
+def one_sequence(split: ModelSplit, share: RankWork, recompute: Recompute) -> Layout:
     """Everything that determines what a block saves per sequence; a micro-batch saves a multiple of that."""
     return layout_of(
         dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep, micro=1,
@@ -128,7 +128,7 @@ def placed(split: ModelSplit, states: StateSharding, ep: int = 1) -> Placement:
 
 class Candidate(NamedTuple):
     split: ModelSplit
-    share: WorkShare
+    share: RankWork
     order: PipelineOrder
     states: StateSharding
     unit: int
@@ -206,16 +206,16 @@ class Space:
                     if self._sequences % data == 0 and pp <= self.model.layers:
                         yield ModelSplit(tp, cp, pp, data)
 
-    def shares(self, split: ModelSplit) -> Iterator[WorkShare]:
+    def shares(self, split: ModelSplit) -> Iterator[RankWork]:
         for alike in self.shares_by_size(split):
             yield from alike
 
-    def shares_by_size(self, split: ModelSplit) -> Iterator[list[WorkShare]]:
+    def shares_by_size(self, split: ModelSplit) -> Iterator[list[RankWork]]:
         """Work shares grouped by everything but the micro-batch, from the smallest to the largest."""
         micros = self._micros(split)
         for sp, kind in self._ways(split.tp, split.cp):
             for ep in self._expert_degrees(split):
-                yield [WorkShare(sp, kind, ep, micro) for micro in micros]
+                yield [RankWork(sp, kind, ep, micro) for micro in micros]
 
     def _micros(self, split: ModelSplit) -> tuple[int, ...]:
         rows = self.recipe.loss_facts.rows

@@ -18,8 +18,8 @@ from shoal.plan.share_bound import ShareBound
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
+    RankWork,
     StateSharding,
-    WorkShare,
     layout_of,
     one_sequence,
     placed,
@@ -31,8 +31,8 @@ from shoal.predict.rank_parameters import (
 )
 from shoal.predict.time import host, layer
 from shoal.predict.time.bubble import idle
-from shoal.predict.time.layer import Handling, Passes, Seconds
-from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
+from shoal.predict.time.layer import Passes, Seconds, WeightTraffic
+from shoal.predict.time.offload import SLOWED, Offloadable, OverlappableCompute, Shares, transfer
 from shoal.predict.time.step import (
     resting_bytes,
     update_seconds,
@@ -59,9 +59,9 @@ class TimeBound(ShareBound):
     def of_order(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         order: PipelineOrder,
-        held: Handling | None = None,
+        held: WeightTraffic | None = None,
     ) -> float:
         """The slowest rank's work, and how long it waits for the others.
 
@@ -99,7 +99,7 @@ class TimeBound(ShareBound):
     def of_offload(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         order: PipelineOrder,
         offload: tuple[Offload, ...],
         worked: float,
@@ -112,7 +112,7 @@ class TimeBound(ShareBound):
     def of_update(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         order: PipelineOrder,
         zero: Zero,
         offload: tuple[Offload, ...],
@@ -125,7 +125,7 @@ class TimeBound(ShareBound):
             known = self._updated[key] = self._update(split, share, order, states)
         return known
 
-    def of_sending(self, split: ModelSplit, share: WorkShare, orders: Sequence[PipelineOrder]) -> float:
+    def of_sending(self, split: ModelSplit, share: RankWork, orders: Sequence[PipelineOrder]) -> float:
         """Time added by offloaded activations: their slowdown of overlapping computation."""
         recompute, compiled = orders[0].recompute, self.compiled(split, orders[0])
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -134,7 +134,7 @@ class TimeBound(ShareBound):
         return (2 * times - 1) * SLOWED * kept / self.on.node.link
 
     def of_states(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding, worked: float
     ) -> float:
         """``worked``: ``of_order``, plus the weights that these states move."""
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -150,7 +150,7 @@ class TimeBound(ShareBound):
     def of_exchange(
         self,
         split: ModelSplit,
-        share: WorkShare,
+        share: RankWork,
         orders: Sequence[PipelineOrder],
         zeros: tuple[Zero, ...] = ZEROS,
         compiled: bool | None = None,
@@ -169,12 +169,12 @@ class TimeBound(ShareBound):
         return known
 
     def _longest_passes(
-        self, split: ModelSplit, share: WorkShare, times: int, compiled: bool | None
+        self, split: ModelSplit, share: RankWork, times: int, compiled: bool | None
     ) -> tuple[float, float]:
         """Per layer, with recomputation."""
         found = [self.on.handling(rests, times) for rests in layer.RESTS]
         most = Passes(*map(max, zip(*found, strict=True)))
-        held = Handling(most, most)
+        held = WeightTraffic(most, most)
         within = held if self.measured else layer.FREE
         ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
         passes = [self.on.layer(part) for way in ways for part in self._parts(split, share, within, way)]
@@ -190,7 +190,7 @@ class TimeBound(ShareBound):
         return sum(host.of_layer(self.on, recompute, compiled))
 
     def _update(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding
     ) -> float:
         """The optimizer on the device; with offload, its transfers as well."""
         elements, resting, layers = self._on_first_rank(split, share, order)
@@ -211,7 +211,7 @@ class TimeBound(ShareBound):
             blocks = max(blocks, here * costs.forward)
             forward = max(forward, here * costs.forward + first.forward + last.forward)
             backward = max(backward, here * costs.backward + first.input + last.input)
-        beside = Beside(forward, backward, blocks)
+        beside = OverlappableCompute(forward, backward, blocks)
         # Cuts between tensors offload at least the fraction; the last piece to arrive is ignored.
         parts = (waiting(states.offload, what) for what in Shares._fields)
         away = Shares(*(part.fraction if part else 0.0 for part in parts))
@@ -220,7 +220,7 @@ class TimeBound(ShareBound):
         moved = transfer(workload, self.on.node, beside, has, away, seconds)
         return moved.seconds + moved.stays * seconds
 
-    def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool) -> float:
+    def _kept(self, split: ModelSplit, share: RankWork, recompute: Recompute, compiled: bool) -> float:
         """Bytes that one layer saves per sequence, for the kind that saves the least."""
         key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, compiled
         known = self._resting.get(key)
@@ -238,7 +238,7 @@ class TimeBound(ShareBound):
         )
 
     def _on_first_rank(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder
     ) -> tuple[float, float, int]:
         """On the pipeline's first rank, unsharded: trained parameters; bytes of all parameters; its layers."""
         key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep

@@ -12,7 +12,7 @@ from shoal.facts.layout import Offload
 from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.more_offload import LIGHTER, removable
-from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, Space, StateSharding, WorkShare, placed
+from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, RankWork, Space, StateSharding, placed
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import StepTime, step
@@ -68,7 +68,7 @@ class Walk:
         heapq.heappush(self._heap, (bound, next(self._number), item))
 
     def _states(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, alike: Sequence[StateSharding]
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, alike: Sequence[StateSharding]
     ) -> Iterator[tuple[StateSharding, float]]:
         """Shardings that may fit, each with a lower bound on the step time. Fewer ranks need more memory."""
         worked = None
@@ -83,14 +83,14 @@ class Walk:
             yield states, self.bounds.of_states(split, share, order, states, worked)
 
     def _worked_at_least(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, states: StateSharding
     ) -> float:
         """The bound of an order, plus the weights that these states move."""
         held = self.bounds.handled(split, share, states)
         return self.bounds.of_order(split, share, order, held)
 
     def _may_hold(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
+        self, split: ModelSplit, share: RankWork, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> bool:
         return self.room.may_hold(split, share, order, offload)
 
@@ -165,6 +165,6 @@ class Walk:
         return split, share, order, strategy_of(split, share, states)[4], states.offload, ranks, least
 
 
-def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> StrategyKey:
+def strategy_of(split: ModelSplit, share: RankWork, states: StateSharding) -> StrategyKey:
     shared = states.zero if placed(split, states).sharded.size > 1 else 0
     return split.tp, split.cp, split.pp, share.ep, shared, bool(states.offload)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.facts.layout import Recompute
 from shoal.facts.layout.expert_nodes import EXCHANGES
-from shoal.plan.space import ModelSplit, WorkShare, layout_of
+from shoal.plan.space import ModelSplit, RankWork, layout_of
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.time import context
@@ -35,7 +35,7 @@ class WithinBound:
     _experts: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def of_tensor(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, tokens: int
+        self, split: ModelSplit, share: RankWork, recompute: Recompute, compiled: bool, tokens: int
     ) -> float:
         """Per layer."""
         if split.tp == 1:
@@ -55,7 +55,7 @@ class WithinBound:
         return known
 
     def of_context(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, part: LayerShare
+        self, split: ModelSplit, share: RankWork, recompute: Recompute, compiled: bool, part: LayerShare
     ) -> float:
         """Per layer; ``part``: a rank's share of it."""
         if split.cp == 1:
@@ -70,7 +70,7 @@ class WithinBound:
         return known
 
     def of_experts(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool, part: LayerShare
+        self, split: ModelSplit, share: RankWork, recompute: Recompute, compiled: bool, part: LayerShare
     ) -> float:
         """For all layers with experts; ``part``: a rank's share of one."""
         sp, _, ep, micro = share
@@ -93,9 +93,7 @@ class WithinBound:
             self._experts[key] = known
         return known
 
-    def _workload(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool
-    ) -> Workload:
+    def _workload(self, split: ModelSplit, share: RankWork, recompute: Recompute, compiled: bool) -> Workload:
         """One micro-batch on one rank, with as many replicas as expert ranks, so that these have a place."""
         sp, kind, ep, micro = share
         layout = layout_of(

@@ -33,7 +33,7 @@ from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
 from shoal.prove.balanced_routing import balanced
 from shoal.prove.dryrun_findings import FLOOR, Finding, in_memory, in_messages, in_traffic
-from shoal.prove.fake_world import SizesAlone, SumsInPlace, fake_rank, without_data
+from shoal.prove.fake_world import SizeOnlyFiles, SumsInPlace, fake_rank, without_data
 from shoal.prove.pinned_kernels import pinned
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
@@ -102,7 +102,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl", domain) as mesh:
         network = blueprint(workload.network, workload.recipe)
         with without_data(), balanced(), pinned(workload) as kernels:
-            step = assemble(network, workload.recipe, workload.tune, mesh, _no_values, files=SizesAlone())
+            step = assemble(network, workload.recipe, workload.tune, mesh, _no_values, files=SizeOnlyFiles())
             batches = [_batch(workload) for _ in range(workload.accumulation)]
             step(1, batches[:1], 1)
             gc.collect()

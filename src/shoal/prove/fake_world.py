@@ -77,7 +77,7 @@ def _ones(tensor: FakeTensor) -> Any:
     return read
 
 
-class SizesAlone:
+class SizeOnlyFiles:
     """Files of a dry run: counts what would be on disk, and moves nothing."""
 
     parts = ()
@@ -97,16 +97,16 @@ class SizesAlone:
 
     def write(
         self, name: str, tensor: torch.Tensor, start: int = 0, after: Callable[[], None] | None = None
-    ) -> SizesAlone:
+    ) -> SizeOnlyFiles:
         return self.read(name, tensor, start)
 
     def read(
         self, name: str, tensor: torch.Tensor, start: int = 0, after: Callable[[], None] | None = None
-    ) -> SizesAlone:
+    ) -> SizeOnlyFiles:
         assert start + tensor.nbytes <= self._sizes[name]
         return self
 
-    def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> SizesAlone:
+    def each(self, name: str, move: Callable[[FilePart], None], writes: bool) -> SizeOnlyFiles:
         assert name in self._sizes
         return self
 

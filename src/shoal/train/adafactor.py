@@ -19,8 +19,8 @@ from shoal.facts.model.tensor_split import range_boxes
 from shoal.facts.optimizers import COLUMNS, ROWS, UNFACTORED
 from shoal.parallel.shards import Shard
 from shoal.parallel.whole_matrices import WholeMatrices
+from shoal.train.device_controlled import DeviceControlledOptimizer, wide
 from shoal.train.factors import empty_state
-from shoal.train.steered import SteeredOptimizer, wide
 
 # In update number t, the newest gradient has weight t^DECAY in the means.
 DECAY = -0.8
@@ -63,7 +63,7 @@ class MatrixShare(NamedTuple):
             begin += size
 
 
-class Adafactor(SteeredOptimizer):
+class Adafactor(DeviceControlledOptimizer):
     def __init__(self, groups: list[dict[str, Any]], whole: WholeMatrices, *, lr: float) -> None:
         super().__init__(groups, lr=lr, weight_decay=0.0)
         self.whole = whole

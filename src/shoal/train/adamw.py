@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shoal.train import adamw_kernel
+from shoal.train.device_controlled import with_gradients
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
-from shoal.train.steered import with_gradients
 
 # Updates some elements of a weight in place. Arguments: its states by name, including ``weight``; the index of the
 # first element; gradients in the weight's dtype; and the scale that divides them.

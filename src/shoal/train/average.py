@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.facts.optimizers import AVERAGE
 from shoal.parallel.shards import Shard
 from shoal.train.adamw import AdamW
-from shoal.train.steered import wide
+from shoal.train.device_controlled import wide
 
 
 class Follows(Protocol):

@@ -19,8 +19,8 @@ from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
 from shoal.train.adamw import AdamW, corrections_of
 from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, MomentCode, decode, encode, scales
+from shoal.train.device_controlled import with_gradients
 from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, parts, settle_rounded
-from shoal.train.steered import with_gradients
 
 # Elements per program of the kernel, and its warps.
 PROGRAM, WARPS = 1024, 4

@@ -17,7 +17,7 @@ from shoal.facts.optimizers import AVERAGE, FACTORS, factor_shape
 from shoal.facts.stored_states import Keeps
 from shoal.models.initial import Slice
 from shoal.parallel.shards import Shard, in_blocks, piece_slices
-from shoal.train.steered import wide
+from shoal.train.device_controlled import wide
 
 
 def empty_state(piece: Shard, kind: str, keeps: Keeps | None = None) -> Tensor:

@@ -31,9 +31,9 @@ from shoal.facts.recipe import Recipe
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostThread
+from shoal.parallel.offload.return_ring import ReturnRing
 from shoal.parallel.offload.state_files import GRADIENT, new_weights
 from shoal.parallel.offload.states import OffloadedStates
-from shoal.parallel.offload.way_back import WayBack
 from shoal.parallel.placed import Placed
 from shoal.parallel.shards import Shard, goes_home
 from shoal.train import host_adamw
@@ -88,14 +88,14 @@ class HostUpdate:
         resting = waiting(mesh.layout.offload, "params") is not None
         order = [piece for group in self.groups.values() for piece in group]
         self.late: LateStates | None = None
-        self._way_back: WayBack | None = None
+        self._way_back: ReturnRing | None = None
         if may_be_late and order:
             self.late = LateStates([piece for piece in order if offloaded.away[piece].rests or not resting])
             if not resting:
                 elements = _elements(order)
                 assert order[0].working is not None
                 dtype = order[0].working.dtype
-                self._way_back = WayBack(elements, dtype, offloaded.memory, offloaded.streams)
+                self._way_back = ReturnRing(elements, dtype, offloaded.memory, offloaded.streams)
         self._running: Future[None] | None = None
         self._going: deque[FileTransfer] = deque()  # new weights in flight to their files
         self._passed = threading.Condition()

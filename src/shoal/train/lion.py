@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shoal.facts.optimizers import LION_ELEMENTS
-from shoal.train.steered import SteeredOptimizer, wide, with_gradients
+from shoal.train.device_controlled import DeviceControlledOptimizer, wide, with_gradients
 
 
-class Lion(SteeredOptimizer):
+class Lion(DeviceControlledOptimizer):
     """``betas``: the momentum's share in the direction, and the momentum's decay."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:

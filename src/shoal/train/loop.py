@@ -21,7 +21,7 @@ from shoal.observe.flight_recorder import (
     RESTORE,
     STEP,
     Announce,
-    unheard,
+    no_announce,
 )
 from shoal.parallel.compile import cache_counts
 from shoal.parallel.mesh import Mesh
@@ -71,7 +71,7 @@ class _InFlight:
         return self.waited if idle is None else min(self.waited, idle)
 
 
-class Guest(Protocol):
+class TrainingObserver(Protocol):
     """An observer, called with what a rank does and, before the first step, with its training."""
 
     def enter(self, phase: str, step: int) -> None: ...
@@ -85,10 +85,10 @@ def train(
     dataset: Path,
     mesh: Mesh,
     wants_stop: Callable[[], bool],
-    announce: Announce = unheard,
+    announce: Announce = no_announce,
     attempt: str = "0",
     restarts: int = 0,
-    guest: Guest | None = None,
+    guest: TrainingObserver | None = None,
     set_aside: Sequence[int] = (),
 ) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe.
@@ -117,7 +117,7 @@ class Training:
         run: RunDirectory,
         dataset: Path,
         mesh: Mesh,
-        announce: Announce = unheard,
+        announce: Announce = no_announce,
         attempt: str = "0",
         set_aside: Sequence[int] = (),
         wants_stop: Callable[[], bool] = lambda: False,

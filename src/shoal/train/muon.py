@@ -18,7 +18,7 @@ from shoal.facts.optimizers import ITERATIONS, rule_of
 from shoal.parallel.shards import Shard
 from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.train.adamw import AdamW
-from shoal.train.steered import SteeredOptimizer, wide
+from shoal.train.device_controlled import DeviceControlledOptimizer, wide
 
 # Of the quintic iteration: steep at zero, so that a few iterations suffice.
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -27,7 +27,7 @@ SMALLEST = 1e-7  # norm
 USUAL_RMS = 0.2
 
 
-class Muon(SteeredOptimizer):
+class Muon(DeviceControlledOptimizer):
     """``adamw`` updates its own groups; ``dtype`` is that of matrices when they are sent and orthogonalised."""
 
     def __init__(

@@ -17,12 +17,12 @@ from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.train.adafactor import Adafactor
 from shoal.train.adamw import AdamW
 from shoal.train.blockwise_adamw import BlockwiseAdamW
+from shoal.train.device_controlled import DeviceControlledOptimizer
 from shoal.train.lion import Lion
 from shoal.train.muon import Muon
 from shoal.train.norm_kernel import summed_squares
 from shoal.train.rounded_sgd import RoundedSGD
 from shoal.train.rounding import StochasticRounding
-from shoal.train.steered import SteeredOptimizer
 
 # The same as in torch's clipping.
 CLIP_EPS = 1e-6
@@ -76,7 +76,7 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
     own = groups.get(recipe.optimizer, nothing)
     if recipe.optimizer == "sgd":
         return _sgd(own, pieces, recipe, rounding)
-    steered: SteeredOptimizer
+    steered: DeviceControlledOptimizer
     if recipe.optimizer == "lion":
         steered = Lion(own, lr=lr, betas=(recipe.beta1, recipe.beta2))
     elif recipe.optimizer == "muon":

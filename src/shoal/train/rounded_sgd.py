@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.train.device_controlled import DeviceControlledOptimizer, wide, with_gradients
 from shoal.train.rounding import parts
-from shoal.train.steered import SteeredOptimizer, wide, with_gradients
 
 
-class RoundedSGD(SteeredOptimizer):
+class RoundedSGD(DeviceControlledOptimizer):
     """With momentum, which is rounded to nearest because a step changes much of it. Weight decay is added to the
     gradient, as in torch.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.facts.layout.served import elements, item_of, served_ranges, step_and_part
+from shoal.facts.layout.server_ranges import elements, item_of, served_ranges, step_and_part
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 9))

@@ -23,7 +23,7 @@ from shoal.launch.nodes import exchange, meeting
 from shoal.launch.nodes import train as nodes_train
 from shoal.launch.nodes.count import NodeCount, node_name
 from shoal.launch.nodes.exchange import Follower
-from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.last_reports import Leader
 from shoal.launch.nodes.meeting import LeaderLost, MeetingPoint, new_meeting_point
 from shoal.launch.nodes.messages import Announcement, End, Round, Status
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter

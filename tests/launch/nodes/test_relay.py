@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from tests.launch.nodes.test_meeting import Meeting, status, together
 
-from shoal.launch.nodes import exchange, hearing, relay, watched_ranks
+from shoal.launch.nodes import exchange, last_reports, relay, watched_ranks
 from shoal.launch.nodes.exchange import Follower, tick_of
-from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.last_reports import Leader
 from shoal.launch.nodes.messages import End, Round
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.observe.flight_recorder import Channel, Snapshot
@@ -23,7 +23,7 @@ __all__ = ["together"]  # a fixture of the meeting's own tests
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     """A meeting that counts as large: two and more launchers, every fourth of which is a head."""
     monkeypatch.setattr(relay, "GROUP", 4)
-    monkeypatch.setattr(hearing, "MANY", 2)
+    monkeypatch.setattr(last_reports, "MANY", 2)
     monkeypatch.setattr(exchange, "REPEAT", 2)
     made = Meeting()
     yield made

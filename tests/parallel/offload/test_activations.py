@@ -14,9 +14,9 @@ from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.layout import Layout, Recompute
-from shoal.facts.layout.kept import kept_tensors
+from shoal.facts.layout.saved_activations import kept_tensors
 from shoal.facts.model import Model
-from shoal.parallel.offload.activations import AwayTensor
+from shoal.parallel.offload.activations import OffloadedTensor
 
 ALONE = [
     Case("recompute=full,offload=activations", micro_batches=1),
@@ -77,9 +77,9 @@ def test_the_backward_pass_of_a_block_asks_for_the_one_before_it() -> None:
     model = Model(**{**SHAPE, "layers": 6})
     placed = place(model, None, "recompute=full,offload=activations")
     asked: list[int] = []
-    ask_back = AwayTensor.ask_back
+    ask_back = OffloadedTensor.ask_back
 
-    def noted(away: AwayTensor) -> None:
+    def noted(away: OffloadedTensor) -> None:
         if away._buffer is not None:
             asked.append(away._buffer.bytes.data_ptr())
         ask_back(away)
@@ -92,7 +92,7 @@ def test_the_backward_pass_of_a_block_asks_for_the_one_before_it() -> None:
 
     for name, block in layers.items():
         block.self_attn.q_proj.weight.register_post_accumulate_grad_hook(partial(note, name))
-    with patch.object(AwayTensor, "ask_back", noted):
+    with patch.object(OffloadedTensor, "ask_back", noted):
         step(placed, [rows(model)])
     assert seen == {"5": 1, "4": 2, "3": 3, "2": 4, "1": 5, "0": 5}
     assert len(set(asked)) == 5

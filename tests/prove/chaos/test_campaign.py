@@ -11,7 +11,7 @@ from tests.docs.shown import ROOT, put, words_of
 
 from shoal.cli.main import main
 from shoal.prove.chaos import picture
-from shoal.prove.chaos.campaign import Struck
+from shoal.prove.chaos.campaign import InjectedFault
 from shoal.prove.chaos.experiment import judge
 from shoal.train.files import read_rows
 from shoal.train.run_directory import RunDirectory
@@ -58,7 +58,9 @@ def test_a_short_campaign_changes_nothing(
 
     # The proof can fail: a loss, a sample and a weight that are not those of the run without faults.
     run, reference = RunDirectory(folder / "run"), RunDirectory(folder / "reference")
-    struck = [Struck(**json.loads(line)) for line in (folder / "faults.jsonl").read_text().splitlines()]
+    struck = [
+        InjectedFault(**json.loads(line)) for line in (folder / "faults.jsonl").read_text().splitlines()
+    ]
     assert judge(run, reference, struck, 0.0).holds
     ledger = run.ledger / "rank-00000.jsonl"
     whole = ledger.read_text()
@@ -114,7 +116,7 @@ def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 def test_the_picture_has_every_fault() -> None:
     rows = [{"step": step, "loss": 5.0 - step / 10} for step in range(1, 21)]
-    struck = [Struck(0, "SIGKILL", "step", 1, 2, "dp=2", step=3, recovered_s=1.0)] * 12
+    struck = [InjectedFault(0, "SIGKILL", "step", 1, 2, "dp=2", step=3, recovered_s=1.0)] * 12
     assert picture.svg(rows, struck).count("<title>SIGKILL") == 12
     curve, marks = picture.lines(rows, struck, width=10)
     assert "+" in marks and len(curve.split()[1]) == 10

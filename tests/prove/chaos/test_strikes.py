@@ -18,7 +18,7 @@ from shoal.launch.local import prepared
 from shoal.observe.flight_recorder import RESTORE, STEP
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve
-from shoal.prove.chaos.campaign import Campaign, CampaignSettings, Struck
+from shoal.prove.chaos.campaign import Campaign, CampaignSettings, InjectedFault
 from shoal.prove.chaos.fault_kinds import BY_NAME
 from shoal.prove.chaos.orders import FaultOrder, Orders
 from shoal.prove.chaos.saboteur import FULL_SECONDS, Saboteur
@@ -45,7 +45,7 @@ def test_a_campaign_that_looks_late_takes_no_later_commit_for_a_lost_one(
 ) -> None:
     """A rank was struck after step 4 was committed; when the campaign sees that, the run is at step 9."""
     order = FaultOrder(0, "SIGKILL", 0, STEP, 1)
-    record = Struck(0, "SIGKILL", STEP, 0, 1, "dp=1", resumed=4)
+    record = InjectedFault(0, "SIGKILL", STEP, 0, 1, "dp=1", resumed=4)
     try:
         campaign.orders.strike(order, 5, STEP, committed=4)
         (tmp_path / "run" / "checkpoints" / "step-00000009").mkdir(parents=True)

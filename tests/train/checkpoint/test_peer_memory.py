@@ -82,7 +82,7 @@ def _copy_and_bring(rank: int, world: int, path: Path) -> dict[str, str]:
     sizes = {file_of(number): number * 1000 + 7 for number in range(4)} | {NAME: len("manifest")}
     missing = [(file, size, 0, 1) for file, size in sizes.items()]
     again = Peers(mesh, place, "second")
-    again.bring(module.Sound(3, json.dumps("manifest"), missing))
+    again.bring(module.IntactCheckpoint(3, json.dumps("manifest"), missing))
     return {file.name: file.read_bytes().hex() for file in place.at(3).glob("*.bin")}
 
 

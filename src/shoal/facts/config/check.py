@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.facts import problem
 from shoal.facts.config import Config, describe, find_field, item_of, table_of, type_of
-from shoal.facts.input.other_words import BESIDE, LATER, VALUES, Meaning, layout_pair, meaning
+from shoal.facts.input.foreign_terms import BESIDE, LATER, VALUES, Meaning, layout_pair, meaning
 from shoal.facts.layout import READERS
 from shoal.facts.problem import Problem, closest, did_you_mean
 from shoal.facts.redact import holds_password, redact

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.facts.input.other_words import meaning
+from shoal.facts.input.foreign_terms import meaning
 from shoal.facts.problem import BadInput
 
 Kind = Literal[

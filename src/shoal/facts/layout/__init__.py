@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.facts.input.other_words import VALUES, layout_pair, meaning
+from shoal.facts.input.foreign_terms import VALUES, layout_pair, meaning
 from shoal.facts.problem import BadInput, Problem, closest, did_you_mean, shorten
 from shoal.facts.recipe import Recipe
 

@@ -93,7 +93,7 @@ def returning_elements(elements: float) -> int:
     return min(RING, round(elements) // RING_SHARE)
 
 
-class AwayBytes(NamedTuple):
+class OffloadedBytes(NamedTuple):
     """Bytes per parameter whose states are offloaded."""
 
     master: float  # the master weight, which the host updates
@@ -128,7 +128,7 @@ class AwayBytes(NamedTuple):
         return 2 * self.gradient + self.travelling
 
 
-def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
+def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack = SHOAL) -> OffloadedBytes:
     """Bytes per offloaded parameter. A gradient moves in the precision it was computed in; with ``zero=2`` in that
     of the reduction; at the end of a step in that of its accumulator, or with ``zero=3`` of its weight.
 
@@ -140,7 +140,7 @@ def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack 
         summed = layout.shards > 1 and layout.zero == 2
         # Never narrower than the weight that replaces it.
         travelling = max(hold.reduce, hold.compute) if summed else hold.compute
-    return AwayBytes(
+    return OffloadedBytes(
         master=hold.master or hold.weight,
         moments=hold.moments,
         gradient=travelling if micro_batches == 1 or not early else hold.gradient,
@@ -171,7 +171,7 @@ def ring_elements(elements: float, largest: float) -> float:
 
 
 def off_device(
-    each: AwayBytes,
+    each: OffloadedBytes,
     elements: float,
     block: float,
     part: Offload,

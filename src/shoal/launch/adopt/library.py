@@ -9,7 +9,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from shoal.launch.adopt.told import told
+from shoal.launch.adopt.launched_rank import told
 from shoal.parallel import device_context
 from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
 from shoal.train.library.run import JoinedRanks

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shoal.launch.adopt.roll_call import BEAT_SECONDS, RollCall
+from shoal.launch.adopt.rank_rendezvous import BEAT_SECONDS, RankRendezvous
 from shoal.launch.rendezvous import STOP
 from shoal.launch.report import FAILED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
@@ -24,7 +24,7 @@ START_SECONDS = 5.0
 class Listener:
     """A thread with its own connection, because the main thread may block in a collective."""
 
-    def __init__(self, call: RollCall, told: Callable[[str], None], leave: Callable[[], None]) -> None:
+    def __init__(self, call: RankRendezvous, told: Callable[[str], None], leave: Callable[[], None]) -> None:
         """``told``: print a line for the user. ``leave``: end this process, which has not begun to train."""
         self.call, self.told, self._leave = call, told, leave
         self._begun = False

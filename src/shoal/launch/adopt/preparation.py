@@ -18,8 +18,8 @@ from shoal import __version__
 from shoal.facts.cluster import this_machine
 from shoal.facts.problem import BadInput, Problem
 from shoal.launch import local
-from shoal.launch.adopt.roll_call import RollCall
-from shoal.launch.adopt.told import ToldRank, check_order
+from shoal.launch.adopt.launched_rank import LaunchedRank, check_order
+from shoal.launch.adopt.rank_rendezvous import RankRendezvous
 from shoal.launch.backend import check_backend
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
@@ -51,7 +51,7 @@ class Prepared:
     done: Report | None = None  # set if there is nothing to do
 
 
-def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> None:
+def check(job: Job, run: RunDirectory, told: LaunchedRank, visible: str | None) -> None:
     """Refuse what this rank cannot train here. Creates nothing."""
     check_order(told)
     if job.config.server.servers:
@@ -82,7 +82,7 @@ def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> N
         check_trackers(job.config, told.nodes)
 
 
-def _check_devices(job: Job, told: ToldRank, visible: str | None) -> None:
+def _check_devices(job: Job, told: LaunchedRank, visible: str | None) -> None:
     """Check devices; a scheduler may show each rank only its own."""
     if job.cluster.device.name == "cpu":
         return
@@ -95,10 +95,10 @@ def _check_devices(job: Job, told: ToldRank, visible: str | None) -> None:
 def prepare(
     job: Job,
     run: RunDirectory,
-    told: ToldRank,
+    told: LaunchedRank,
     fresh: bool,
     visible: str | None,
-    call: RollCall,
+    call: RankRendezvous,
     console: Console,
     held: ExitStack,
 ) -> Prepared:
@@ -134,7 +134,7 @@ def prepare(
     return _follow(job, run, told, store, dataset, held)
 
 
-def _data(job: Job, told: ToldRank, call: RollCall, console: Console) -> Collection:
+def _data(job: Job, told: LaunchedRank, call: RankRendezvous, console: Console) -> Collection:
     """Tokenised by one rank of each node; the others find the result."""
     key = f"data-{told.node}"
     if told.local_rank == 0:
@@ -146,7 +146,7 @@ def _data(job: Job, told: ToldRank, call: RollCall, console: Console) -> Collect
     return local.tokenised(job, console)
 
 
-def _refuse_together(store: SignedStore, told: ToldRank, problems: list[Problem]) -> None:
+def _refuse_together(store: SignedStore, told: LaunchedRank, problems: list[Problem]) -> None:
     """Report problems of any rank on every rank, once; the first rank names where they occurred."""
     store.set(f"{REFUSED}-{told.rank}", _in_words(problems))
     if told.rank != 0:
@@ -172,7 +172,7 @@ def _in_words(problems: list[Problem] | tuple[Problem, ...]) -> str:
 def _lead(
     job: Job,
     run: RunDirectory,
-    told: ToldRank,
+    told: LaunchedRank,
     fresh: bool,
     store: SignedStore,
     dataset: Collection,
@@ -212,7 +212,7 @@ def _lead(
 
 
 def _follow(
-    job: Job, run: RunDirectory, told: ToldRank, store: SignedStore, dataset: Collection, held: ExitStack
+    job: Job, run: RunDirectory, told: LaunchedRank, store: SignedStore, dataset: Collection, held: ExitStack
 ) -> Prepared:
     """Another rank gets what the first one found; one on another node checks that it sees the same state."""
     found = json.loads(store.wait(START, PATIENCE))
@@ -239,7 +239,7 @@ def _raise_refused(found: dict[str, Any]) -> None:
 def _take_place(
     job: Job,
     run: RunDirectory,
-    told: ToldRank,
+    told: LaunchedRank,
     found: dict[str, Any],
     dataset: Collection,
     held: ExitStack,

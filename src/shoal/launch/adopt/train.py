@@ -22,11 +22,11 @@ from rich.console import Console
 
 from shoal.facts.problem import BadInput
 from shoal.facts.redact import redact
+from shoal.launch.adopt.launched_rank import LaunchedRank
 from shoal.launch.adopt.listener import Listener
 from shoal.launch.adopt.output import Output, tell_torchrun
 from shoal.launch.adopt.preparation import Prepared, prepare
-from shoal.launch.adopt.roll_call import RollCall
-from shoal.launch.adopt.told import ToldRank
+from shoal.launch.adopt.rank_rendezvous import RankRendezvous
 from shoal.launch.assignment import Assignment
 from shoal.launch.environment import keep_only_passed
 from shoal.launch.errors import describe
@@ -53,7 +53,7 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 def train(
     job: Job,
     run: RunDirectory,
-    told: ToldRank,
+    told: LaunchedRank,
     fresh: bool,
     console: Console,
     visible: str | None = None,
@@ -61,7 +61,7 @@ def train(
 ) -> Report:
     """Run this process as a rank of the job, to its end. ``name``: this node's name, if not the host's."""
     fresh = fresh and not any(os.environ.get(restarts, "0") != "0" for restarts in RESTARTS)
-    call = RollCall(told, job.config.fault.timeout)
+    call = RankRendezvous(told, job.config.fault.timeout)
     job = towards_others(job, told.host, told.nodes)
     run = RunDirectory(run.path, node_name(told, name))
     with ExitStack() as held:
@@ -76,7 +76,7 @@ def train(
         return _Rank(prepared, told, call, console).run_to_end()
 
 
-def node_name(told: ToldRank, name: str | None) -> str:
+def node_name(told: LaunchedRank, name: str | None) -> str:
     """The name for this node's memory; two nodes on one machine, for trying it out, need two names."""
     return name or (f"{socket.gethostname()}-{told.node}" if told.nodes > 1 else "0")
 
@@ -84,7 +84,9 @@ def node_name(told: ToldRank, name: str | None) -> str:
 class _Rank:
     """A rank in training: from here on, errors are reported to the others, and to the user in one line."""
 
-    def __init__(self, prepared: Prepared, told: ToldRank, call: RollCall, console: Console) -> None:
+    def __init__(
+        self, prepared: Prepared, told: LaunchedRank, call: RankRendezvous, console: Console
+    ) -> None:
         self.prepared, self.told, self.call, self.console = prepared, told, call, console
         self.job, self.run = prepared.job, prepared.run
         self.store: SignedStore = call.of_round(call.store)

@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.facts.cluster import Cluster
-from shoal.launch.adopt.roll_call import PART_SECONDS, RollCall
-from shoal.launch.adopt.told import ToldRank
+from shoal.launch.adopt.launched_rank import LaunchedRank
+from shoal.launch.adopt.rank_rendezvous import PART_SECONDS, RankRendezvous
 from shoal.launch.inspection.compare import ClusterCheck, Inspected, Seen, compare
 from shoal.launch.inspection.links import PATIENCE, LinkPlan, measure_links, measured
 from shoal.launch.inspection.node import NodeReport, report
@@ -44,7 +44,7 @@ MARK = ".shoal-doctor-"
 class Visit:
     """The settings from the command line."""
 
-    told: ToldRank
+    told: LaunchedRank
     name: str
     names: dict[int, str]  # names of all nodes, if a scheduler gives them
     run: Path
@@ -58,7 +58,7 @@ class Visit:
 def inspect(visit: Visit) -> list[ClusterCheck] | bool:
     """Returns all checks on the first node; on others, and for further ranks of a node, whether all is well."""
     told = visit.told
-    call = RollCall(told, TALK_SECONDS, visit.wait)
+    call = RankRendezvous(told, TALK_SECONDS, visit.wait)
     try:
         if told.local_rank != 0:
             return _Guest(visit, call).to_end()
@@ -92,7 +92,7 @@ def _listening(address: str) -> Iterator[tuple[str, int]]:
         yield address, server.getsockname()[1]
 
 
-def _part(call: RollCall) -> None:
+def _part(call: RankRendezvous) -> None:
     """The store goes away with the first rank, so it waits until the others have read the final message."""
     with suppress(RuntimeError):
         if not call.hosts:
@@ -105,7 +105,7 @@ def _part(call: RollCall) -> None:
 class _Guest:
     """A node's part: look when asked, measure when asked, receive the result."""
 
-    def __init__(self, visit: Visit, call: RollCall) -> None:
+    def __init__(self, visit: Visit, call: RankRendezvous) -> None:
         self.visit, self.told, self.store = visit, visit.told, call.store
         self.patience = timedelta(seconds=visit.wait + TALK_SECONDS)
 
@@ -160,7 +160,7 @@ class _Guest:
 class _Host(_Guest):
     """The first node: asks all others, answers as they do, and compares."""
 
-    def __init__(self, visit: Visit, call: RollCall, mine: NodeReport, here: Cluster) -> None:
+    def __init__(self, visit: Visit, call: RankRendezvous, mine: NodeReport, here: Cluster) -> None:
         super().__init__(visit, call)
         self.catalogue = visit.catalogue or here
         self.heard = Inspected(visit.told.nodes, {0: mine}, names=visit.names)

@@ -12,7 +12,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
-from shoal.launch.agent import Crew
+from shoal.launch.agent import WorkerProcesses
 from shoal.launch.interfaces import address_of
 from shoal.launch.nodes.exchange import Follower
 from shoal.launch.nodes.meeting import LeaderLost, MeetingPoint
@@ -92,7 +92,7 @@ class FollowerSupervisor(Supervisor):
         cluster = Cluster.model_validate(todo.cluster)
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
         self._assign(job, todo.number, len(todo.nodes), todo.attempt, todo.set_aside)
-        self.agent.crew = Crew()  # earlier deaths no longer matter
+        self.agent.crew = WorkerProcesses()  # earlier deaths no longer matter
         follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, still=-1, standings={})
         ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")

@@ -14,7 +14,7 @@ from shoal.launch.failure import NODE_LOST, Death, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
-from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.last_reports import Leader
 from shoal.launch.nodes.meet import Meet, given_secret
 from shoal.launch.nodes.meeting import LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from shoal.facts.problem import BadInput
-from shoal.launch.adopt.told import ToldRank, parse_meet
+from shoal.launch.adopt.launched_rank import LaunchedRank, parse_meet
 from shoal.launch.interfaces import address_towards, interface_towards
 from shoal.plan.resolve import Job
 
@@ -48,7 +48,7 @@ class Meet:
 
     @staticmethod
     def of(
-        asked: tuple[str, int] | None, found: ToldRank | None, environment: Mapping[str, str] = os.environ
+        asked: tuple[str, int] | None, found: LaunchedRank | None, environment: Mapping[str, str] = os.environ
     ) -> Meet | None:
         """From the user, a scheduler, or MASTER_ADDR, in this order; None: use a shared directory."""
         if found is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.last_reports import Leader
 from shoal.launch.nodes.messages import Round, Status
 from shoal.observe.flight_recorder import Snapshot
 from shoal.train.guard.stacks import Standing

@@ -90,7 +90,7 @@ class ActivationFiles:
         self._free.setdefault(size, []).append(name)
 
 
-class AwayTensor:
+class OffloadedTensor:
     """A device tensor whose values are in host memory, or in a file."""
 
     def __init__(self, tensor: Tensor, streams: CopyStreams, disk: ActivationFiles | None = None) -> None:
@@ -182,7 +182,7 @@ class KeptBlock:
 
     def __init__(self, before: KeptBlock | None) -> None:
         self.before = before
-        self.away: list[AwayTensor] = []
+        self.away: list[OffloadedTensor] = []
 
     def come(self) -> None:
         """Its backward pass begins: bring back all of it, and prefetch what earlier blocks saved."""
@@ -220,11 +220,11 @@ class ActivationOffload:
         """Contexts for the forward pass of an eager selective block and for its recomputation."""
         if self._running is None:
             return selective_contexts()
-        products: list[AwayTensor] = []
+        products: list[OffloadedTensor] = []
         return _SendingAway(self._running, products, self._away), _HandingBack(products)
 
-    def _away(self, tensor: Tensor) -> AwayTensor:
-        return AwayTensor(tensor, self._streams, self._disk)
+    def _away(self, tensor: Tensor) -> OffloadedTensor:
+        return OffloadedTensor(tensor, self._streams, self._disk)
 
     def _run(
         self, block: nn.Module, forward: Forward, first: bool, away: bool, at_end: bool, *arguments: Any
@@ -236,15 +236,15 @@ class ActivationOffload:
         self._running = kept if away else None
         stay = _storages(block.parameters()) | _storages(_tensors(arguments[1:])) if away else set()
 
-        def pack(tensor: Tensor) -> Tensor | AwayTensor:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             if not away or not _leaves(tensor, stay):
                 return tensor
             kept.away.append(self._away(tensor))
             return kept.away[-1]
 
-        def unpack(saved: Tensor | AwayTensor) -> Tensor:
+        def unpack(saved: Tensor | OffloadedTensor) -> Tensor:
             kept.come()
-            return saved.take() if isinstance(saved, AwayTensor) else saved
+            return saved.take() if isinstance(saved, OffloadedTensor) else saved
 
         with saved_tensors_hooks(pack, unpack):
             output = forward(*arguments)
@@ -261,7 +261,7 @@ class _SendingAway(TorchDispatchMode):
     """Offloads the matmul results that selective recomputation saves."""
 
     def __init__(
-        self, kept: KeptBlock, products: list[AwayTensor], away: Callable[[Tensor], AwayTensor]
+        self, kept: KeptBlock, products: list[OffloadedTensor], away: Callable[[Tensor], OffloadedTensor]
     ) -> None:
         super().__init__()
         self._kept, self._products, self._away = kept, products, away
@@ -279,7 +279,7 @@ class _SendingAway(TorchDispatchMode):
 class _HandingBack(TorchDispatchMode):
     """Returns the saved results in place of recomputing them."""
 
-    def __init__(self, products: list[AwayTensor]) -> None:
+    def __init__(self, products: list[OffloadedTensor]) -> None:
         super().__init__()
         self._products = iter(products)
 

@@ -47,18 +47,18 @@ def resting_names(segments: Sequence[StageModule], fraction: float) -> frozenset
     return frozenset(name for name, _ in named[first:] if not name.endswith(CORRECTION))
 
 
-class Homes(NamedTuple):
+class HostStorage(NamedTuple):
     """Where offloaded parameters live."""
 
     tensors: dict[nn.Parameter, Tensor]
     files: dict[nn.Parameter, FiledWeight]  # files of those whose host tensor has no values
 
 
-def make_homes(
+def allocate_host_storage(
     segments: Sequence[StageModule], names: frozenset[str], memory: HostMemory, staged: StagedFiles | None
-) -> Homes:
+) -> HostStorage:
     """Make homes for the named parameters. Those outside FSDP have freed their storage already."""
-    homes = Homes({}, {})
+    homes = HostStorage({}, {})
     for segment in segments:
         for name, parameter in segment.network.named_parameters():
             if name in names:
@@ -143,7 +143,7 @@ NOTHING: Fetched = {}
 class ParameterFetcher:
     """The weights of a rank that are on the device: those in use, and those needed next."""
 
-    def __init__(self, segments: Sequence[StageModule], homes: Homes, device: torch.device) -> None:
+    def __init__(self, segments: Sequence[StageModule], homes: HostStorage, device: torch.device) -> None:
         """Make these parameters present whenever the network uses them."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Each with the event that ends its copy.

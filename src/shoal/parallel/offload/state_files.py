@@ -69,7 +69,7 @@ class FileSection:
         self.moving = []
 
 
-class FiledPiece:
+class PieceOnDisk:
     """One piece's state files."""
 
     def __init__(self, piece: Shard, number: int, files: Files) -> None:
@@ -144,7 +144,7 @@ class StateFiles:
 
     def __init__(self, pieces: Sequence[Shard], files: Files, memory: HostMemory) -> None:
         self.files, self._memory = files, memory
-        self.filed = {piece: FiledPiece(piece, number, files) for number, piece in enumerate(pieces)}
+        self.filed = {piece: PieceOnDisk(piece, number, files) for number, piece in enumerate(pieces)}
         self._stretches: list[FileStretch] = []
         self._next = 0  # the next to read
         self._ring: HostBuffer | None = None

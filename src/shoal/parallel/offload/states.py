@@ -27,7 +27,7 @@ from shoal.parallel.offload.activations import CopyStreams
 from shoal.parallel.offload.direct_files import Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThread
 from shoal.parallel.offload.staged_files import StagedFiles
-from shoal.parallel.offload.state_files import GRADIENT, FiledPiece, StateFiles
+from shoal.parallel.offload.state_files import GRADIENT, PieceOnDisk, StateFiles
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 from shoal.parallel.stage_module import local_tensor
@@ -44,7 +44,7 @@ class Leaving(NamedTuple):
     left: torch.cuda.Event | FileTransfer | None
 
 
-class AwayState:
+class OffloadedState:
     """The host side of an offloaded piece: its gradient there, and the way back for its new weight.
 
     A new weight overwrites the gradient that produced it, which is at least as wide.
@@ -69,7 +69,7 @@ class AwayState:
         self.early = False  # whether they leave during the backward pass
         self.landing: Future[None] | None = None
         self.left: torch.cuda.Event | None = None
-        self.filed: FiledPiece | None = None  # set if the gradient waits in a file
+        self.filed: PieceOnDisk | None = None  # set if the gradient waits in a file
         self.squares: dict[int, float] = {}  # of a gradient accumulated in a file, per part
         self.read: threading.Event | None = (
             None  # set when an update with late states has read the gradient for the last time
@@ -175,7 +175,7 @@ class OffloadedStates:
         for piece in pieces:
             if piece not in away and piece.tensor.is_meta:
                 _make_here(piece)
-        self.away = {piece: AwayState(piece, memory, files is not None) for piece in self.pieces}
+        self.away = {piece: OffloadedState(piece, memory, files is not None) for piece in self.pieces}
         self.filed = StateFiles(self.pieces, files, memory) if files is not None else None
         self.staged = staged if self.filed is not None else None
         if self.filed is not None and staged is not None:
@@ -314,7 +314,7 @@ class OffloadedStates:
         self._leaving.append(Leaving(self._unit, gradient, stream, left))
         return left
 
-    def _send_to_file(self, state: AwayState, gradient: Tensor, adds_up: bool = False) -> bool:
+    def _send_to_file(self, state: OffloadedState, gradient: Tensor, adds_up: bool = False) -> bool:
         """Send a gradient to its file, if it has one; returns whether it does. The gradient is held until it has
         been sent.
         """
@@ -336,7 +336,7 @@ class OffloadedStates:
             # On the stream that allocated it: FSDP has one of its own.
             gone.stream.wait_event(gone.left)
 
-    def _add(self, state: AwayState, gradient: Tensor) -> None:
+    def _add(self, state: OffloadedState, gradient: Tensor) -> None:
         """Add to what earlier micro-batches sent, through a buffer shared by all pieces."""
         room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
         if self._landing is None:

@@ -1,5 +1,5 @@
-"""Activation memory of a compiled block. What it saves is an exact list (``facts/layout/kept.py``); what its backward
-pass adds on top is derived here.
+"""Activation memory of a compiled block. What it saves is an exact list (``facts/layout/saved_activations.py``); what
+its backward pass adds on top is derived here.
 
 One call computes the whole backward pass. It frees each saved tensor after its last use and reuses the memory of a
 tensor it has just consumed for a gradient of the same size. The candidate peaks, with g the gradient that enters the
@@ -22,7 +22,7 @@ from __future__ import annotations
 from shoal.facts.cluster.attention_kernels import repeats_keys
 from shoal.facts.layout import Recompute
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.kept import (
+from shoal.facts.layout.saved_activations import (
     ATTENDED,
     DOWN,
     GATE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.cluster import Cluster
+from shoal.predict.memory.allocator_rounding import unsplit
 from shoal.predict.memory.inventory import RankInventory
-from shoal.predict.memory.unsplit import unsplit
 from shoal.predict.workload import Workload
 
 # cuBLAS and cuBLASLt take 32 MiB each from torch's allocator on Hopper: 0.067 GiB seen before the first step.

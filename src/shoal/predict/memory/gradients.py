@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shoal.facts.layout.buckets import even_share
 from shoal.predict.memory.block_workload import BlockActivations
-from shoal.predict.memory.in_flight import Begun, Moment
+from shoal.predict.memory.in_flight import GradientProgress, Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.states import updated_gradients
@@ -59,13 +59,13 @@ class RankGradients:
         stage, before = self.stage(moment), moment.before
         # Gradients from earlier backward passes of each stage; after a split pass, first only those of its ends.
         arrived = sum(
-            (other.blocks.trained if begun is Begun.ALL else 0) + other.ends.trained
+            (other.blocks.trained if begun is GradientProgress.ALL else 0) + other.ends.trained
             for other, begun in zip(self.rank.stages, moment.begun, strict=True)
             if begun
         )
         if done is None:
             return self.width * arrived
-        if before is not Begun.ALL and not moment.split:
+        if before is not GradientProgress.ALL and not moment.split:
             arrived += stage.last_blocks(done).trained + (0 if self.adapters_only else made)
         if not before and stage.last:
             arrived += self.ends.norm.trained + self.ends.head.trained
@@ -126,7 +126,7 @@ class RankGradients:
         if self.adapters_only or moment.split:
             yield 0.0, 0.0
             return
-        matrix, first = self.made(run, 1), self.piecemeal and moment.before is not Begun.ALL
+        matrix, first = self.made(run, 1), self.piecemeal and moment.before is not GradientProgress.ALL
         product, added = self.hold.compute * matrix, 0.0 if first else self.width * matrix
         if self.widens:
             yield product, 0.0

@@ -13,7 +13,7 @@ from shoal.facts.layout.stages import stages_of_rank
 from shoal.facts.schedules.programs import RECEIVES, SENDS, SPLIT_BACKWARD, Action, rank_program
 
 
-class Begun(IntEnum):
+class GradientProgress(IntEnum):
     """Which gradients of a stage earlier backward passes have produced."""
 
     NOTHING = 0
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
 
     held: tuple[int, ...]  # per stage here: micro-batches whose activations are saved, including this one
     deferred: tuple[int, ...]  # per stage here: micro-batches with only weight gradients left to compute
-    begun: tuple[Begun, ...]  # per stage here
+    begun: tuple[GradientProgress, ...]  # per stage here
     stage: int = 0  # index of the stage whose backward pass begins
     split: bool = False  # whether this pass defers its weight gradients
     waiting: int = 0  # messages being received, or received already, for later computations
@@ -36,7 +36,7 @@ class Moment(NamedTuple):
     passed: int = 0  # gradients passed from one stage to another on this same rank
 
     @property
-    def before(self) -> Begun:
+    def before(self) -> GradientProgress:
         """What earlier passes have produced of this stage's gradients."""
         return self.begun[self.stage]
 
@@ -45,7 +45,13 @@ class Moment(NamedTuple):
 def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """The moments that no other moment dominates in every field."""
     if pp == 1:
-        return (Moment(held=(1,), deferred=(0,), begun=(Begun.ALL if micro_batches > 1 else Begun.NOTHING,)),)
+        return (
+            Moment(
+                held=(1,),
+                deferred=(0,),
+                begun=(GradientProgress.ALL if micro_batches > 1 else GradientProgress.NOTHING,),
+            ),
+        )
     # With more micro-batches the pipeline holds no more, except under gpipe; whole rounds, as some schedules need.
     enough = micro_batches if micro_batches < 4 * pp or schedule == "gpipe" else 3 * pp + micro_batches % pp
     played = _played(schedule, pp, chunks, enough, rank)
@@ -67,7 +73,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     stages = stages_of_rank(pp, chunks, schedule, rank)
     place = {stage: number for number, stage in enumerate(stages)}
     held, deferred = [0] * len(stages), [0] * len(stages)
-    left = [Begun.NOTHING] * len(stages)
+    left = [GradientProgress.NOTHING] * len(stages)
     waiting = sent = passed = 0
     just_sent = False
     at_loss = 0  # messages received when a loss was last computed
@@ -87,7 +93,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
                 at_loss = waiting
         elif action is Action.WEIGHT:
             deferred[here] -= 1
-            left[here] = Begun.ALL
+            left[here] = GradientProgress.ALL
         else:
             waiting -= instruction.stage < pp * chunks - 1 and instruction.stage + 1 not in place
             passed -= instruction.stage + 1 in place
@@ -106,7 +112,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
             seen.pop(moment, None)  # keep them ordered by last occurrence
             seen[moment] = sent
             passed += instruction.stage - 1 in place
-            left[here] = max(left[here], Begun.ENDS if half else Begun.ALL)
+            left[here] = max(left[here], GradientProgress.ENDS if half else GradientProgress.ALL)
             held[here] -= 1
             deferred[here] += half
     outermost = _outermost(seen)

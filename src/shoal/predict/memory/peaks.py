@@ -13,7 +13,7 @@ from shoal.facts.layout.offload_activations import HORIZON
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak
 from shoal.predict.memory.fetched import FetchedWeights
 from shoal.predict.memory.gradients import RankGradients
-from shoal.predict.memory.in_flight import Begun, Moment, moments
+from shoal.predict.memory.in_flight import GradientProgress, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.update import passing
@@ -31,7 +31,7 @@ def peaks(gradients: RankGradients) -> Iterator[Peak]:
 
 def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
     workload, layout = gradients.rank.workload, gradients.layout
-    fullest: dict[tuple[int, tuple[Begun, ...], bool, int], tuple[float, Moment]] = {}
+    fullest: dict[tuple[int, tuple[GradientProgress, ...], bool, int], tuple[float, Moment]] = {}
     for moment in moments(
         layout.schedule, layout.pp, layout.chunks, workload.accumulation, gradients.rank.number
     ):

@@ -2,8 +2,8 @@
 
 The compiler fuses everything between two products into one kernel: it reads its inputs from memory and writes what a
 product, attention or the backward pass reads. Tensors that the backward pass recomputes (all but those in
-``facts/layout/kept.py``) are recomputed in the kernel that uses them, and written only if a product reads them. A pass
-covers all elements of a tensor, at the compute width.
+``facts/layout/saved_activations.py``) are recomputed in the kernel that uses them, and written only if a product reads
+them. A pass covers all elements of a tensor, at the compute width.
 """
 
 from __future__ import annotations

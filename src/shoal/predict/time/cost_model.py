@@ -18,7 +18,7 @@ from shoal.predict.time import adapters, measured_layer
 from shoal.predict.time import layer as layers
 from shoal.predict.time.float8 import in_float8
 from shoal.predict.time.kernels import Kernels
-from shoal.predict.time.layer import LayerShare, Passes, Rests, Seconds
+from shoal.predict.time.layer import LayerShare, Passes, Seconds, WeightStorage
 from shoal.predict.time.links import Links
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
@@ -38,7 +38,7 @@ class CostModel:
     _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
     _heads: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
     _parts: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    _handled: dict[tuple[Rests, int, bool], Passes] = field(default_factory=dict)
+    _handled: dict[tuple[WeightStorage, int, bool], Passes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = Links(self.cluster, self.rates)
@@ -149,7 +149,7 @@ class CostModel:
             return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
         return layers.embedding(self.model, self.kernels, tokens)
 
-    def handling(self, rests: Rests, micro_batches: int, narrow: bool = False) -> Passes:
+    def handling(self, rests: WeightStorage, micro_batches: int, narrow: bool = False) -> Passes:
         """Bytes moved per parameter and micro-batch. ``narrow``: gradients stay in the compute precision."""
         key = rests, micro_batches, narrow
         known = self._handled.get(key)

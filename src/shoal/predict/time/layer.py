@@ -57,24 +57,24 @@ NONE = Passes(0, 0)
 # How weights are stored, which decides how gradients accumulate: whole; gathered for each pass, so that shards
 # accumulate; or, in a pipeline, gathered for the step, with gradients reduced at its end: until then they accumulate
 # whole, in the reduction precision.
-Rests = Literal["whole", "gathered", "kept"]
-RESTS: tuple[Rests, ...] = ("whole", "gathered", "kept")
+WeightStorage = Literal["whole", "gathered", "kept"]
+RESTS: tuple[WeightStorage, ...] = ("whole", "gathered", "kept")
 
 
-class Handling(NamedTuple):
+class WeightTraffic(NamedTuple):
     """Bytes moved per parameter and micro-batch besides its products: for experts, and for everything else."""
 
     dense: Passes
     experts: Passes
 
 
-FREE = Handling(NONE, NONE)
+FREE = WeightTraffic(NONE, NONE)
 
 # Slowdown of a compiled block's kernels: on an H200 they take 1.1 to 1.2 times their bytes at memory bandwidth.
 COMPILED_FUSION = 1.15
 
 
-def handling(stack: Stack, recipe: Recipe, rests: Rests, micro_batches: int) -> Passes:
+def handling(stack: Stack, recipe: Recipe, rests: WeightStorage, micro_batches: int) -> Passes:
     """Bytes moved per parameter and micro-batch: casts, and accumulation over micro-batches.
 
     Parameters that are gathered for use are cast, and their gradients accumulated, as shards.
@@ -121,7 +121,7 @@ class LayerShare(NamedTuple):
     tp: int
     ep: int
     experts: bool
-    held: Handling = FREE  # see ``handling``
+    held: WeightTraffic = FREE  # see ``handling``
     compiled: bool = False
     dropout: bool = False
     turns: int = 1  # steps of ring attention
@@ -190,7 +190,7 @@ def added_by_part(share: LayerShare, width: int) -> float:
     return 0.0 if share.adapted else 3.0 * width * (share.expert_parts - 1)
 
 
-def moved_beside(found: Iterable[LayerProduct], held: Handling) -> Passes:
+def moved_beside(found: Iterable[LayerProduct], held: WeightTraffic) -> Passes:
     """Bytes moved besides the products, per micro-batch."""
     dense = experts = 0
     for one in found:

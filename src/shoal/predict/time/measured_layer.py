@@ -16,11 +16,11 @@ from shoal.predict.time.kernels import LayerProduct
 from shoal.predict.time.layer import (
     FREE,
     NONE,
-    Handling,
     LayerShare,
     Passes,
-    Rests,
     Seconds,
+    WeightStorage,
+    WeightTraffic,
     added_by_part,
     capped_attention,
     head_widths,
@@ -40,7 +40,7 @@ WIDENING = 2.4
 
 
 def handling(
-    widths: Widths, recipe: Recipe, rests: Rests, micro_batches: int, narrow: bool = False
+    widths: Widths, recipe: Recipe, rests: WeightStorage, micro_batches: int, narrow: bool = False
 ) -> Passes:
     """Bytes moved per parameter and micro-batch. The first micro-batch's gradients have nothing to be added to.
 
@@ -66,7 +66,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     last, count = seconds[-1][0], sum(one.times for one in found)
     dense, experts = share.held
     by_part = added_by_part(share, kernels.widths.compute)
-    held = moved_beside(found, Handling(dense, experts._replace(backward=experts.backward + by_part)))
+    held = moved_beside(found, WeightTraffic(dense, experts._replace(backward=experts.backward + by_part)))
     attend, attend_back = attention(model, kernels, share)
     block = compiled_block if share.compiled else operators.block
     moved = block(model, tokens_of(model, share), _at_use(kernels, share.held.dense))

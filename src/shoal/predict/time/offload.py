@@ -24,7 +24,7 @@ from shoal.predict.workload import Workload
 SLOWED = 0.078
 
 
-class Beside(NamedTuple):
+class OverlappableCompute(NamedTuple):
     """Compute seconds of one micro-batch, which transfers can hide behind."""
 
     forward: float
@@ -58,7 +58,12 @@ class Transfer(NamedTuple):
 
 
 def transfer(
-    workload: Workload, rates: NodeRates, beside: Beside, has: Offloadable, away: Shares, update: float
+    workload: Workload,
+    rates: NodeRates,
+    beside: OverlappableCompute,
+    has: Offloadable,
+    away: Shares,
+    update: float,
 ) -> Transfer:
     """``update``: seconds in which the device would update all that the rank updates.
 

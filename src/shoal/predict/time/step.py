@@ -29,9 +29,9 @@ from shoal.predict.time.bubble import idle
 # Re-exported: callers that price a step also build its cost model.
 from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
-from shoal.predict.time.layer import Handling, LayerShare, Rests, Seconds
+from shoal.predict.time.layer import LayerShare, Seconds, WeightStorage, WeightTraffic
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.offload import Beside, Offloadable, Shares, Transfer, transfer
+from shoal.predict.time.offload import Offloadable, OverlappableCompute, Shares, Transfer, transfer
 from shoal.predict.traffic import calls
 from shoal.predict.workload import Workload
 
@@ -85,7 +85,7 @@ class RankTime:
     once: float  # exposed communication once per step
     lead: float  # seconds that the host is ahead
     links: dict[str, float]
-    beside: Beside
+    beside: OverlappableCompute
 
     @property
     def micro_batch(self) -> float:
@@ -207,7 +207,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         once=single,
         lead=waiting.lead,
         links=links,
-        beside=Beside(forward + ends.forward, backward + ends.backward + again, blocks=forward),
+        beside=OverlappableCompute(forward + ends.forward, backward + ends.backward + again, blocks=forward),
     )
 
 
@@ -266,16 +266,16 @@ def _turns(layout: Layout) -> int:
     return layout.cp if layout.cp_kind == "ring" else 1
 
 
-def _handled(workload: Workload, on: CostModel) -> Handling:
+def _handled(workload: Workload, on: CostModel) -> WeightTraffic:
     groups, times = workload.groups, workload.accumulation
     found = [
         on.handling(rests(group.fully_sharded, workload.layout.pp), times, workload.narrow_gradients)
         for group in (groups[DENSE], groups.get(EXPERTS, groups[DENSE]))
     ]
-    return Handling(*found)
+    return WeightTraffic(*found)
 
 
-def rests(sharded: bool, pp: int) -> Rests:
+def rests(sharded: bool, pp: int) -> WeightStorage:
     """How weights are stored during a step; ``sharded`` as in FSDP."""
     if not sharded:
         return "whole"

@@ -44,7 +44,7 @@ from shoal.predict.rank_parameters import (
     with_gradients,
 )
 from shoal.predict.traffic import replicate, shard
-from shoal.predict.traffic.shard import Travelling
+from shoal.predict.traffic.shard import EqualPayloads
 from shoal.predict.workload import Workload
 
 
@@ -156,7 +156,7 @@ def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     each = even_share(elements * here.sparse, count * shards) * shards
     gathers = Unit(()).gathers(each, workload.tune.persist_below)
     narrow = each if _in_four_bits(workload) else 0
-    travelling = [Travelling(each, each if group.trained else 0, count, gathers, narrow)]
+    travelling = [EqualPayloads(each, each if group.trained else 0, count, gathers, narrow)]
     return (shard.unit_calls if group.zero == 3 else shard.bucket_calls)(workload, travelling, group)
 
 
@@ -187,12 +187,12 @@ def _block(tensor: RankTensor) -> str:
     return ".".join(tensor.label.split(".")[:3])
 
 
-def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Travelling:
+def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> EqualPayloads:
     elements = sum(padded_size(tensor, shards) for tensor in tensors)
     gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
     moving = with_gradients(workload, tensors) if workload.groups[EXPERTS].trained else []
     reduced = sum(padded_size(tensor, shards) for tensor in moving)
-    return Travelling(elements, reduced, 1, gathers, elements if _in_four_bits(workload) else 0)
+    return EqualPayloads(elements, reduced, 1, gathers, elements if _in_four_bits(workload) else 0)
 
 
 def _in_four_bits(workload: Workload) -> bool:

@@ -42,7 +42,7 @@ from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
 
 
-class Travelling(NamedTuple):
+class EqualPayloads(NamedTuple):
     """Equal buckets or units."""
 
     elements: int  # in one of them, padding included
@@ -62,11 +62,11 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return tuple(unit_calls(workload, _even_units(workload, here, shards), group))
     elements, count = even_buckets(workload, here, _kinds(workload))
     each = even_share(elements, shards * count) * shards
-    return tuple(bucket_calls(workload, [Travelling(each, each, count)], group))
+    return tuple(bucket_calls(workload, [EqualPayloads(each, each, count)], group))
 
 
 def bucket_calls(
-    workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
+    workload: Workload, travelling: Iterable[EqualPayloads], group: ParameterGroup
 ) -> list[CollectiveCall]:
     """Collectives of buckets: zero=1|2."""
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
@@ -86,7 +86,7 @@ def bucket_calls(
 
 
 def unit_calls(
-    workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
+    workload: Workload, travelling: Iterable[EqualPayloads], group: ParameterGroup
 ) -> list[CollectiveCall]:
     """Collectives of units: zero=3."""
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
@@ -110,7 +110,7 @@ def unit_calls(
     return found
 
 
-def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Travelling]:
+def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[EqualPayloads]:
     """The FSDP units (``facts/layout/buckets.py``) as if all blocks were alike."""
     size, lora = workload.layout.unit, workload.lora
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
@@ -127,9 +127,9 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     if workload.recipe.freezes and lora is None:
         of_ends = of_blocks = trained(workload, here).elements / (blocks + embedding + norm + head)
 
-    def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> Travelling:
+    def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> EqualPayloads:
         gathers = kind.gathers(round(elements), workload.tune.persist_below)
-        return Travelling(round(elements), round(elements * gradients), count, gathers, round(narrow))
+        return EqualPayloads(round(elements), round(elements * gradients), count, gathers, round(narrow))
 
     found = []
     if here.root:
@@ -175,13 +175,13 @@ def exact(
     return bucket_calls(workload, filled, group)
 
 
-def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[Travelling]:
+def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[EqualPayloads]:
     """zero=1|2: the buckets of a stage, padded so that all ranks have equal chunks."""
     sizes = [
         shards * even_share(_flat_size(one), shards, _block(workload, one))
         for one in _buckets(workload, tensors)
     ]
-    return [Travelling(size, size, 1) for size in sizes]
+    return [EqualPayloads(size, size, 1) for size in sizes]
 
 
 def owned(
@@ -237,7 +237,7 @@ def _units(
     tensors: Sequence[RankTensor],
     trained: Sequence[RankTensor],
     ranks: int,
-) -> list[Travelling]:
+) -> list[EqualPayloads]:
     """The units of a stage; a unit with an empty path is the root, which takes all tensors that no other unit has."""
     made = units(stage.layers, workload.layout.unit, stage.first, stage.last, here.root)
     home = {path: number for number, unit in enumerate(made) for path in unit.modules}
@@ -257,5 +257,5 @@ def _units(
             narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
         moved = [one for one in with_gradients(workload, inside) if one.name not in still]
         reduced = sum(padded_size(tensor, ranks) for tensor in moved)
-        found.append(Travelling(elements, reduced, 1, gathers, narrow))
+        found.append(EqualPayloads(elements, reduced, 1, gathers, narrow))
     return found

@@ -19,7 +19,7 @@ from shoal.comm.operations import TimedCollective
 from shoal.comm.ring import RingStep, ShownRing, show_ring
 from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
-from shoal.launch.adopt.told import ToldRank
+from shoal.launch.adopt.launched_rank import LaunchedRank
 from shoal.launch.init_rank import given_threads, name_interface
 from shoal.launch.interfaces import LOOPBACK_INTERFACE, interface_towards
 from shoal.launch.local import PRELOAD, warm_workers
@@ -65,7 +65,7 @@ class StartedRanks:
 class AdoptedRanks:
     """Ranks started by a launcher, of which this process is one; on one node or several."""
 
-    told: ToldRank
+    told: LaunchedRank
     backend: str
     share = False
 

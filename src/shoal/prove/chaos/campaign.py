@@ -43,7 +43,7 @@ class Broken(Exception):
 
 
 @dataclass
-class Struck:
+class InjectedFault:
     """A fault and its outcome. Times are seconds since it struck."""
 
     number: int
@@ -82,12 +82,12 @@ class Campaign:
     """Drives one run through its faults."""
 
     def __init__(
-        self, setting: CampaignSettings, say: Callable[[Struck], None] = lambda struck: None
+        self, setting: CampaignSettings, say: Callable[[InjectedFault], None] = lambda struck: None
     ) -> None:
         self.setting, self.say = setting, say
         self.run = RunDirectory(setting.run)
         self.orders = Orders(setting.run)
-        self.struck: list[Struck] = []
+        self.struck: list[InjectedFault] = []
         self.launches = 0
         self._launchers: list[subprocess.Popen[bytes]] = []  # one per node
 
@@ -200,21 +200,21 @@ class Campaign:
             self.struck.append(record)
             self.say(record)
 
-    def _record(self, fault: Fault, in_recovery: bool) -> Struck:
+    def _record(self, fault: Fault, in_recovery: bool) -> InjectedFault:
         of_a_rank = fault.kind.target in ("rank", "checkpoint")
         rank = int(fault.rank * self.world) if of_a_rank else None
         if fault.point == RENAME and rank is not None:
             rank = 0  # the rank that commits
         number = len(self.struck) + int(in_recovery)
-        return Struck(
+        return InjectedFault(
             number, fault.kind.name, fault.point, rank, self.world, self.layout, in_recovery=in_recovery
         )
 
-    def _order(self, fault: Fault, record: Struck, after: int | None = None) -> FaultOrder:
+    def _order(self, fault: Fault, record: InjectedFault, after: int | None = None) -> FaultOrder:
         assert record.rank is not None
         return FaultOrder(record.number, record.kind, record.rank, fault.point, fault.seed, after)
 
-    def _wait_until_struck(self, record: Struck, order: FaultOrder) -> None:
+    def _wait_until_struck(self, record: InjectedFault, order: FaultOrder) -> None:
         for _ in self._patiently(f"{record.kind} of rank {record.rank} at {order.point} was not struck"):
             self._running()
             found = self.orders.strike_of(order.number)
@@ -224,7 +224,7 @@ class Campaign:
                 record.committed = found["committed"]
                 return
 
-    def _wait_until_told(self, records: list[Struck], before: int) -> int:
+    def _wait_until_told(self, records: list[InjectedFault], before: int) -> int:
         """Wait for the report of each fault or, if it does not come, for some steps. Returns the last commit then."""
         last = max(max(record.step, record.committed) for record in records) + TOLD_STEPS
         for _ in self._patiently("the run reported no fault and made no progress"):
@@ -232,19 +232,19 @@ class Campaign:
                 break
         return self._committed()
 
-    def _is_told(self, records: list[Struck], before: int) -> bool:
+    def _is_told(self, records: list[InjectedFault], before: int) -> bool:
         told = {row["kind"] for row in self._fault_rows()[before:]}
         for record in records:
             self._look_again(record)
         wanted = [BY_NAME[record.kind].told for record in records if not record.spared]
         return all(not kinds or told.intersection(kinds) for kinds in wanted)
 
-    def _look_again(self, record: Struck) -> None:
+    def _look_again(self, record: InjectedFault) -> None:
         """Update the record with the result of a strike, which the struck process reports afterwards."""
         found = self.orders.strike_of(record.number) or {}
         record.gone, record.spared = found.get("gone", 0), found.get("spared", False)
 
-    def _cut_network(self, record: Struck, before: int) -> None:
+    def _cut_network(self, record: InjectedFault, before: int) -> None:
         """Strike again if no rank could notice: ranks that are descheduled, or commit, do not wait for each other."""
         process = self._running()
         for _ in self._patiently("no cut of the network was noticed"):
@@ -256,7 +256,7 @@ class Campaign:
             if self._is_told([record], before):
                 return
 
-    def _strike_launcher(self, fault: Fault, record: Struck) -> None:
+    def _strike_launcher(self, fault: Fault, record: InjectedFault) -> None:
         process = self._running()
         name = fault.kind.name.split()[1]
         processes = descendants(process.pid) if fault.kind.target == "node" else []
@@ -286,7 +286,7 @@ class Campaign:
                 return code
         raise AssertionError
 
-    def _strike_one_node(self, fault: Fault, record: Struck, before: int) -> None:
+    def _strike_one_node(self, fault: Fault, record: InjectedFault, before: int) -> None:
         """Lose a node, with all of its processes and its memory, for a while."""
         self._running()
         stopped = fault.kind.name.endswith("SIGSTOP")
@@ -323,7 +323,7 @@ class Campaign:
                 if parent_of(process) is None:
                     break
 
-    def _judge(self, record: Struck, rows: list[dict[str, Any]]) -> None:
+    def _judge(self, record: InjectedFault, rows: list[dict[str, Any]]) -> None:
         kind = BY_NAME[record.kind]
         record.rows = rows
         right = named_right(kind, record.rank if record.rank is not None else -1, rows, record.node)

@@ -17,7 +17,7 @@ from shoal.facts.problem import BadInput, Problem
 from shoal.facts.support import refuse_servers
 from shoal.plan.resolve import resolve
 from shoal.prove.chaos import network
-from shoal.prove.chaos.campaign import Broken, Campaign, CampaignSettings, Struck
+from shoal.prove.chaos.campaign import Broken, Campaign, CampaignSettings, InjectedFault
 from shoal.prove.chaos.fault_kinds import BY_NAME, KINDS, FaultKind
 from shoal.prove.chaos.schedule import schedule
 from shoal.prove.chaos.verdict import ChaosVerdict, difference, steps_lost, weights_differ
@@ -107,7 +107,7 @@ def prove(
     kinds: list[FaultKind],
     nodes: int,
     say: Callable[[str], None],
-    tell: Callable[[Struck], None],
+    tell: Callable[[InjectedFault], None],
 ) -> ChaosVerdict:
     """Run without faults, then with them, and compare. Everything is left in ``folder``, even on failure."""
     began = time.monotonic()
@@ -126,7 +126,9 @@ def prove(
     return judge(run, reference, campaign.struck, time.monotonic() - began)
 
 
-def judge(run: RunDirectory, reference: RunDirectory, struck: list[Struck], seconds: float) -> ChaosVerdict:
+def judge(
+    run: RunDirectory, reference: RunDirectory, struck: list[InjectedFault], seconds: float
+) -> ChaosVerdict:
     """Compare the two runs' directories."""
     from shoal.facts.config.file import load
 
@@ -147,7 +149,7 @@ def judge(run: RunDirectory, reference: RunDirectory, struck: list[Struck], seco
     )
 
 
-def record(path: Path, struck: list[Struck]) -> None:
+def record(path: Path, struck: list[InjectedFault]) -> None:
     path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in struck))
 
 

@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from shoal.prove.chaos.campaign import Struck
+from shoal.prove.chaos.campaign import InjectedFault
 from shoal.prove.chaos.fault_kinds import BY_NAME
 
 WIDTH, HEIGHT, MARGIN = 1200, 420, 50
@@ -23,7 +23,7 @@ COLOURS = {
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def svg(rows: Sequence[dict[str, Any]], struck: Sequence[Struck]) -> str:
+def svg(rows: Sequence[dict[str, Any]], struck: Sequence[InjectedFault]) -> str:
     """Loss over steps; a mark where each fault struck, coloured by its target."""
     losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     steps = max((step for step, _ in losses), default=1)
@@ -62,7 +62,7 @@ def svg(rows: Sequence[dict[str, Any]], struck: Sequence[Struck]) -> str:
     )
 
 
-def lines(rows: Sequence[dict[str, Any]], struck: Sequence[Struck], width: int = 100) -> list[str]:
+def lines(rows: Sequence[dict[str, Any]], struck: Sequence[InjectedFault], width: int = 100) -> list[str]:
     """The curve in one line, and below it the number of faults at each place."""
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     if not losses:

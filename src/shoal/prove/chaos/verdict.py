@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.prove.chaos.campaign import Struck
+from shoal.prove.chaos.campaign import InjectedFault
 from shoal.prove.chaos.fault_kinds import BY_NAME
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.files import read_rows
@@ -25,7 +25,7 @@ ROUNDING = 1e-4
 class ChaosVerdict:
     """``strict``: identical means bit-equal; otherwise within fp32 rounding."""
 
-    struck: tuple[Struck, ...]
+    struck: tuple[InjectedFault, ...]
     strict: bool
     first_difference: str
     weights_differ: str
@@ -128,7 +128,7 @@ def weights_differ(run: RunDirectory, reference: RunDirectory, strict: bool) -> 
     return ""
 
 
-def steps_lost(struck: Sequence[Struck]) -> int:
+def steps_lost(struck: Sequence[InjectedFault]) -> int:
     """Committed steps that a recovery did not resume from although a copy of them was left."""
     lost = 0
     for one in struck:

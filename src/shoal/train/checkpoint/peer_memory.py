@@ -40,7 +40,7 @@ def file_of(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Sound:
+class IntactCheckpoint:
     """A checkpoint of which every file is on some node. ``missing``: a file, its size, which node has it, and which
     nodes lack it.
     """
@@ -152,7 +152,7 @@ class Peers:
 
     # Resuming.
 
-    def newest(self, done: int) -> tuple[Sound | None, list[tuple[int, str]]]:
+    def newest(self, done: int) -> tuple[IntactCheckpoint | None, list[tuple[int, str]]]:
         """The newest checkpoint that is complete across all nodes; and later, unusable ones, with reasons.
 
         Returns the same on every rank, and removes what is unusable. ``done``, on the first rank: the last step the run
@@ -191,7 +191,7 @@ class Peers:
             return str(error)
         return ""
 
-    def bring(self, sound: Sound) -> None:
+    def bring(self, sound: IntactCheckpoint) -> None:
         """Copy every file of a checkpoint to every node."""
         self._link((origin * self.here, to * self.here) for _, _, origin, to in sound.missing)
         lacking = {to for _, _, _, to in sound.missing}
@@ -211,7 +211,7 @@ class Peers:
         self.mesh.hosts.gather("")
         self.mesh.hosts.broadcast("")
 
-    def _make_place(self, sound: Sound) -> None:
+    def _make_place(self, sound: IntactCheckpoint) -> None:
         """Prepare a directory beside what exists of that step, keeping files of the same checkpoint."""
         aside = self.place.aside(sound.step, self.attempt)
         shutil.rmtree(aside, ignore_errors=True)
@@ -244,7 +244,7 @@ class Peers:
             self.place.clear()
 
 
-def _checked(found: Any, nodes: int) -> tuple[Sound | None, list[tuple[int, str]]]:
+def _checked(found: Any, nodes: int) -> tuple[IntactCheckpoint | None, list[tuple[int, str]]]:
     """Validate the first rank's message: it determines paths, and how much is written there."""
     best, useless = found
     if best is not None:
@@ -254,7 +254,7 @@ def _checked(found: Any, nodes: int) -> tuple[Sound | None, list[tuple[int, str]
                 raise RuntimeError(f"a checkpoint has no file {file!r}")
             if not _is_count(size, LARGEST_FILE) or not {origin, to} <= set(range(nodes)):
                 raise RuntimeError(f"{file} of {size} bytes does not go from node {origin} to node {to}")
-        best = Sound(
+        best = IntactCheckpoint(
             _step(step), str(manifest), [(file, size, origin, to) for file, size, origin, to in missing]
         )
     return best, [(_step(step), str(why)) for step, why in useless]

@@ -25,7 +25,7 @@ States = Sequence[tuple[str, Callable[[Held], Tensor | None]]]
 
 
 @dataclass(frozen=True)
-class Lot:
+class StagedBox:
     """One box of one state, and its place in the buffer."""
 
     state: str
@@ -56,11 +56,11 @@ class Lot:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class CopyRun:
     """Lots that are contiguous in both their piece and the buffer, copied in one go."""
 
-    first: Lot
-    last: Lot
+    first: StagedBox
+    last: StagedBox
 
     @property
     def start(self) -> int:
@@ -70,7 +70,7 @@ class Stretch:
     def stop(self) -> int:
         return self.last.part.start + math.prod(self.last.part.shape)
 
-    def leads_to(self, lot: Lot) -> bool:
+    def leads_to(self, lot: StagedBox) -> bool:
         """Whether ``lot`` follows directly."""
         end = self.last.state, self.last.part.piece, self.stop, self.last.end
         return end == (lot.state, lot.part.piece, lot.part.start, lot.position)
@@ -98,15 +98,15 @@ class StagingBuffer:
         """
         self.parts, self.tell, self.others = parts, tell, others or {}
         self._on_disk = on_disk
-        self.lots: list[Lot] = []
+        self.lots: list[StagedBox] = []
         self._states: list[str] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._room: PinnedMemory | None = None
         # Sources of copies, and their destinations.
-        self._stretches: list[tuple[Stretch, Tensor]] = []
-        self._others: list[tuple[Lot, Tensor]] = []  # elements that are not contiguous
+        self._stretches: list[tuple[CopyRun, Tensor]] = []
+        self._others: list[tuple[StagedBox, Tensor]] = []  # elements that are not contiguous
         if self._stream is not None and ahead and on_disk is None:
             sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
             self._room = PinnedMemory(sum(sizes) * states)
@@ -158,7 +158,7 @@ class StagingBuffer:
         kinds.sort(key=lambda kind: -kind[2].itemsize)
         self.lots, position = [], 0
         for state, part, dtype in kinds:
-            self.lots.append(Lot(state, part, dtype, position))
+            self.lots.append(StagedBox(state, part, dtype, position))
             position += self.lots[-1].bytes
         self.buffer = self._take_room(position)
         values = dict(states)
@@ -183,7 +183,7 @@ class StagingBuffer:
             self.tell(trouble)
         return buffer
 
-    def _place(self, first: Lot, last: Lot) -> Tensor:
+    def _place(self, first: StagedBox, last: StagedBox) -> Tensor:
         return self.buffer[first.position : last.end].view(first.dtype)
 
 
@@ -195,7 +195,7 @@ class _Present:
         self._last: tuple[str, Held] | None = None
         self._copy = torch.empty(0)
 
-    def __call__(self, lot: Lot) -> Tensor:
+    def __call__(self, lot: StagedBox) -> Tensor:
         piece = lot.part.piece
         if piece.filed is None:
             return _kept(self._values, lot)
@@ -205,19 +205,19 @@ class _Present:
         return self._copy
 
 
-def _kept(values: Mapping[str, Callable[[Held], Tensor | None]], lot: Lot) -> Tensor:
+def _kept(values: Mapping[str, Callable[[Held], Tensor | None]], lot: StagedBox) -> Tensor:
     found = values[lot.state](lot.part.piece)
     assert found is not None
     return found
 
 
-def _stretches(lots: Iterable[Lot]) -> list[Stretch]:
-    found: list[Stretch] = []
+def _stretches(lots: Iterable[StagedBox]) -> list[CopyRun]:
+    found: list[CopyRun] = []
     for lot in lots:
         if found and found[-1].leads_to(lot):
-            found[-1] = Stretch(found[-1].first, lot)
+            found[-1] = CopyRun(found[-1].first, lot)
         else:
-            found.append(Stretch(lot, lot))
+            found.append(CopyRun(lot, lot))
     return found
 
 

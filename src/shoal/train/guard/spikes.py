@@ -27,7 +27,7 @@ LEAST = 0.01
 Policy = Literal["warn", "skip"]
 
 
-class Usual:
+class RunningMedian:
     """The window of one number over the last steps."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SpikeGuard:
     def __init__(self, factor: float, policy: Policy = "warn") -> None:
         """``factor``: deviations that make a spike; 0 disables it."""
         self.factor, self.policy = factor, policy
-        self.loss, self.norm = Usual(), Usual()
+        self.loss, self.norm = RunningMedian(), RunningMedian()
 
     @classmethod
     def from_rows(

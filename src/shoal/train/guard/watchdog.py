@@ -9,7 +9,7 @@ from functools import partial
 
 from shoal.observe.flight_recorder import FIRST_STEP, INPUT, STEP, Channel, Snapshot
 from shoal.train.guard import stalls
-from shoal.train.guard.looks import Looks
+from shoal.train.guard.progress import ProgressTracker
 from shoal.train.guard.stacks import Standing
 from shoal.train.guard.stalls import Late, StallVerdict
 from shoal.train.guard.watched_ranks import WatchedRanks
@@ -60,7 +60,7 @@ class Watchdog:
 
     def _forget(self) -> None:
         self._waited: dict[tuple[Channel, int], float] = {}
-        self._looks = Looks()
+        self._looks = ProgressTracker()
         self._quiet = self._in_step = self._longest = 0.0
         # The longest wait that ended well, in the first step, which may compile, and in later ones.
         self._first_wait = self._wait = 0.0
@@ -97,7 +97,7 @@ class Watchdog:
     def _ended_well(self) -> None:
         """A wait has ended well. With many ranks the phase it happened in is unknown, so it counts for any."""
         self._wait = max([self._wait, *self._waited.values()])
-        self._waited, self._looks, self._quiet = {}, Looks(), 0.0
+        self._waited, self._looks, self._quiet = {}, ProgressTracker(), 0.0
 
     def _count(self, passed: float, snapshots: list[Snapshot]) -> None:
         """Count how long each late collective has been late, and how long nothing has happened at all.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.facts.layout.served import item_of
-from shoal.observe.flight_recorder import COMMIT, EVALUATE, RESTORE, STEP, Announce, unheard
+from shoal.facts.layout.server_ranges import item_of
+from shoal.observe.flight_recorder import COMMIT, EVALUATE, RESTORE, STEP, Announce, no_announce
 from shoal.parallel import server as wire
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
@@ -80,7 +80,7 @@ def serve(
     dataset: Path,
     mesh: Mesh,
     wants_stop: Callable[[], bool],
-    announce: Announce = unheard,
+    announce: Announce = no_announce,
     attempt: str = "0",
     restarts: int = 0,
     guest: object = None,

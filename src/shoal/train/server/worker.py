@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.facts.layout.served import elements, step_and_part
+from shoal.facts.layout.server_ranges import elements, step_and_part
 from shoal.models.initial import no_weights
-from shoal.observe.flight_recorder import COMMIT, EVALUATE, INPUT, STEP, Announce, unheard
+from shoal.observe.flight_recorder import COMMIT, EVALUATE, INPUT, STEP, Announce, no_announce
 from shoal.parallel import server as wire
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
@@ -39,7 +39,7 @@ class ServerWorker:
         dataset: Path,
         mesh: Mesh,
         links: Sequence[ServerLink],
-        announce: Announce = unheard,
+        announce: Announce = no_announce,
     ) -> None:
         """``mesh`` has only this worker; ``job`` is that of all workers."""
         config, recipe = job.config, job.config.recipe

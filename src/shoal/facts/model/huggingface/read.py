@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shoal.facts.input.foreign_terms import OTHER_MODEL_TYPES
 from shoal.facts.input.other_files import not_a_model
-from shoal.facts.input.other_words import OTHER_MODEL_TYPES
 from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import (
     MOST_EXPERTS,

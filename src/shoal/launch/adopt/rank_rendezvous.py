@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
-from shoal.launch.adopt.told import ToldRank
+from shoal.launch.adopt.launched_rank import LaunchedRank
 from shoal.launch.nodes.meet import given_secret
 from shoal.launch.rendezvous import serve_at
 from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
@@ -56,10 +56,10 @@ class Present:
     started: str  # start time as the system counts it: process ids are reused
 
 
-class RollCall:
+class RankRendezvous:
     """One rank's side of the rendezvous."""
 
-    def __init__(self, told: ToldRank, timeout: float, come: float = COME_SECONDS) -> None:
+    def __init__(self, told: LaunchedRank, timeout: float, come: float = COME_SECONDS) -> None:
         """``come``: how long to wait for the first rank."""
         self.told, self.timeout, self.come = told, timeout, come
         self.hosts = told.rank == 0 and os.environ.get(AGENT) != "True"

@@ -31,7 +31,7 @@ MOST_STRANGE = 64
 
 
 @dataclass
-class Heard:
+class LastReport:
     """A node's last report, and when it last changed."""
 
     status: Status
@@ -45,7 +45,7 @@ class Leader(MeetingThread):
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         super().__init__(store, status, timeout)
-        self._heard: dict[int, Heard] = {}
+        self._heard: dict[int, LastReport] = {}
         self._beating: list[int] = []  # nodes whose heartbeats are read at once
         self._joined = 0  # all numbers up to this are taken, by launchers that were accepted or refused
         self._numbers: dict[str, list[int]] = {}  # numbers by name, in order of arrival
@@ -165,7 +165,7 @@ class Leader(MeetingThread):
             with self._changed:
                 beat = max(told.beat, before.beat if before else 0)
                 relayed = before.relayed if before else 0.0
-                self._heard[number] = Heard(told, time.monotonic(), beat, relayed)
+                self._heard[number] = LastReport(told, time.monotonic(), beat, relayed)
             if before is None:
                 self._numbers.setdefault(told.name, []).append(number)
                 self._refuse_other(number, told)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shoal.facts.problem import BadInput
-from shoal.launch.adopt.told import (
+from shoal.launch.adopt.launched_rank import (
     POD,
     SRUN,
-    ToldRank,
+    LaunchedRank,
     check_order,
     first_node,
     parse_meet,
@@ -24,7 +24,7 @@ def test_each_launcher_is_understood() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     found = told({**torchrun, **place})
-    assert found == ToldRank(3, 4, 1, 2, "torchrun", "n1", 29500) and (found.nodes, found.node) == (2, 1)
+    assert found == LaunchedRank(3, 4, 1, 2, "torchrun", "n1", 29500) and (found.nodes, found.node) == (2, 1)
     # Without MASTER_ADDR the ranks of one node meet on loopback, all at the same port.
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     mpi = dict(zip((f"OMPI_COMM_WORLD_{name}" for name in names), ("1", "2", "1", "2"), strict=True))
@@ -53,7 +53,7 @@ def test_slurm_has_ranks_or_nodes() -> None:
     assert told({**STEP, "SLURM_NTASKS": "1"}) is None
     assert told({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
     pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "29500"}
-    assert told(pod) == ToldRank(1, 2, 0, 1, POD, "job-0", 29500, True)
+    assert told(pod) == LaunchedRank(1, 2, 0, 1, POD, "job-0", 29500, True)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_what_names_no_rank_is_refused(environment: dict[str, str], words: str) 
 
 
 def test_ranks_are_in_the_order_of_nodes() -> None:
-    check_order(ToldRank(3, 4, 1, 2))
+    check_order(LaunchedRank(3, 4, 1, 2))
     with pytest.raises(BadInput, match="in the order of nodes"):
-        check_order(ToldRank(2, 4, 1, 2))
+        check_order(LaunchedRank(2, 4, 1, 2))
 
 
 @pytest.mark.parametrize("text", ["node1", "node1:", ":29500", "node1:0", "node1:99999", "no de:1"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.train.rounding import StochasticRounding, settle_weight
 
 
-class SteeredOptimizer(torch.optim.Optimizer):
+class DeviceControlledOptimizer(torch.optim.Optimizer):
     """Creates states at the start: created in the first update, they would be lost if that is refused."""
 
     found_inf: Tensor

@@ -10,19 +10,19 @@ import pytest
 from shoal.facts.cluster import notation
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
-from shoal.plan import beside, search
+from shoal.plan import search, search_process
 
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has imported torch, and a thread of its own; neither does anything now."""
-    monkeypatch.setattr(beside, "may_fork", lambda: True)
+    monkeypatch.setattr(search_process, "may_fork", lambda: True)
 
 
 @pytest.mark.usefixtures("forks")
 def test_another_process_computes() -> None:
     here = os.getpid()
-    found = beside.beside(lambda: (os.getpid(), [1.5, "two"]))()
+    found = search_process.beside(lambda: (os.getpid(), [1.5, "two"]))()
     assert found[0] != here and found[1] == [1.5, "two"]
 
 
@@ -35,7 +35,7 @@ def test_what_fails_there_is_done_here() -> None:
             raise MemoryError
         return 7
 
-    assert beside.beside(work)() == 7
+    assert search_process.beside(work)() == 7
 
 
 def test_no_thread_is_left_behind() -> None:
@@ -43,8 +43,8 @@ def test_no_thread_is_left_behind() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not beside.may_fork()
-        assert beside.beside(os.getpid)() == os.getpid()
+        assert not search_process.may_fork()
+        assert search_process.beside(os.getpid)() == os.getpid()
     finally:
         stop.set()
         thread.join()

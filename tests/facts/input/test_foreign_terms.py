@@ -11,7 +11,7 @@ from shoal.facts.cluster import devices, notation
 from shoal.facts.config import Config, find_field
 from shoal.facts.config.check import _keys
 from shoal.facts.config.file import load
-from shoal.facts.input.other_words import KEYS, LATER, LAYOUT, SENTENCES, VALUES, meaning
+from shoal.facts.input.foreign_terms import KEYS, LATER, LAYOUT, SENTENCES, VALUES, meaning
 from shoal.facts.layout import READERS, Layout
 from shoal.facts.problem import BadInput
 

@@ -16,7 +16,7 @@ from shoal.parallel.offload.activations import CopyStreams
 from shoal.parallel.offload.host_memory import HostMemory
 
 
-class WayBack:
+class ReturnRing:
     """A ring of a few parts: one is written while the others are in flight."""
 
     def __init__(self, elements: int, dtype: torch.dtype, memory: HostMemory, streams: CopyStreams) -> None:

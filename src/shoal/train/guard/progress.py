@@ -14,7 +14,7 @@ from shoal.train.guard.stalls import Late, late_collective
 
 
 @dataclass
-class Looks:
+class ProgressTracker:
     """What the last look showed."""
 
     snapshots: Sequence[Snapshot] = ()

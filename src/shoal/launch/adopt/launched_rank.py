@@ -26,7 +26,7 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 FIRST_PORT, PORTS = 20000, 12000
 
 
-class ToldRank(NamedTuple):
+class LaunchedRank(NamedTuple):
     """What a launcher says about a process, and where ranks connect."""
 
     rank: int
@@ -48,14 +48,14 @@ class ToldRank(NamedTuple):
         return self.rank // self.local_world
 
 
-def told_rank(environment: Environment = os.environ) -> ToldRank | None:
+def torchrun_rank(environment: Environment = os.environ) -> LaunchedRank | None:
     """torchrun's variables, with a place to connect; None if this process is not one of its ranks."""
     if not {*TORCH, "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     return _ranks(environment, TORCH, TORCHRUN, *_master(environment))
 
 
-def told(environment: Environment = os.environ, meet: tuple[str, int] | None = None) -> ToldRank | None:
+def told(environment: Environment = os.environ, meet: tuple[str, int] | None = None) -> LaunchedRank | None:
     """Variables of any known launcher; None if this process was started on its own.
 
     ``meet``: where the user says that ranks connect. Otherwise MASTER_ADDR and MASTER_PORT, the first node of Slurm's
@@ -68,7 +68,7 @@ def told(environment: Environment = os.environ, meet: tuple[str, int] | None = N
     return found._replace(host=host, port=port)
 
 
-def _told(environment: Environment) -> ToldRank | None:
+def _told(environment: Environment) -> LaunchedRank | None:
     there = environment.keys()
     if {*TORCH[:3]} <= there and (environment["WORLD_SIZE"] != "1" or "TORCHELASTIC_RUN_ID" in there):
         return _ranks(_with_local_world(environment), TORCH, TORCHRUN)
@@ -104,7 +104,7 @@ def _with_local_world(environment: Environment) -> Environment:
     )
 
 
-def _slurm(environment: Environment) -> ToldRank | None:
+def _slurm(environment: Environment) -> LaunchedRank | None:
     """A task of ``srun``. In the batch script itself there is no step, and no task."""
     if not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID"} <= environment.keys():
         return None
@@ -130,18 +130,18 @@ def _tasks(environment: Environment) -> int | None:
     return int(counts.pop())
 
 
-def _per_node(found: ToldRank) -> ToldRank:
+def _per_node(found: LaunchedRank) -> LaunchedRank:
     return found._replace(per_node=found.local_world == 1 and found.world > 1)
 
 
 def _ranks(
     environment: Environment, names: tuple[str, ...], by: str, host: str = "", port: int = 0
-) -> ToldRank:
+) -> LaunchedRank:
     words = {name: environment[name] for name in names}
     wrong = [f"{name}={word}" for name, word in words.items() if not (word.isdecimal() and len(word) < 9)]
     numbers = [0, 0, 0, 0] if wrong else [int(word) for word in words.values()]
     rank, world, local_rank, local_world = numbers
-    found = None if wrong else ToldRank(rank, world, local_rank, local_world, by, host, port)
+    found = None if wrong else LaunchedRank(rank, world, local_rank, local_world, by, host, port)
     if found is None or not (
         found.rank < found.world and found.local_rank < found.local_world <= found.world
     ):
@@ -151,7 +151,7 @@ def _ranks(
     return found
 
 
-def check_order(found: ToldRank) -> None:
+def check_order(found: LaunchedRank) -> None:
     """Refuse ranks that are not ordered by node, with equally many on each: groups of neighbours are assumed to
     share a node.
     """
@@ -175,7 +175,7 @@ def parse_meet(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _place(found: ToldRank, environment: Environment) -> tuple[str, int]:
+def _place(found: LaunchedRank, environment: Environment) -> tuple[str, int]:
     if "MASTER_ADDR" in environment:
         return _master(environment, _own_port(environment))
     if "SLURM_JOB_ID" in environment and (first := first_node(environment)) is not None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.observe.flight_recorder import INPUT, STEP, Channel, Snapshot
-from shoal.train.guard import looks
-from shoal.train.guard.looks import Looks
+from shoal.train.guard import progress
+from shoal.train.guard.progress import ProgressTracker
 from shoal.train.guard.stalls import Late, late_collective, late_collectives
 
 CHANNELS = (
@@ -33,7 +33,7 @@ def key(late: Sequence[Late]) -> set[tuple[Channel, int, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_late_is_what_all_of_it_would_say(seed: int) -> None:
-    draw, seen, found = random.Random(seed), begun(), Looks()
+    draw, seen, found = random.Random(seed), begun(), ProgressTracker()
     found.take(seen)
     for _ in range(200):
         before = seen
@@ -43,7 +43,7 @@ def test_what_is_late_is_what_all_of_it_would_say(seed: int) -> None:
             phase, starved = draw.choice((STEP, INPUT)), seen[rank].starved + draw.choice((0.0, 0.1))
             seen[rank] = replace(seen[rank], counts=counts, phase=phase, starved=starved)
         if draw.random() < 0.02:
-            found = Looks()  # as after ranks that were known to progress
+            found = ProgressTracker()  # as after ranks that were known to progress
             before = []
         found.take(seen)
         assert key(found.late) == key(late_collectives(seen))
@@ -63,8 +63,8 @@ def test_of_ranks_that_wait_nothing_is_counted_again(monkeypatch: pytest.MonkeyP
         counted.append(channel)
         return late_collective(channel, snapshots)
 
-    monkeypatch.setattr(looks, "late_collective", counting)
-    found, seen = Looks(), begun()
+    monkeypatch.setattr(progress, "late_collective", counting)
+    found, seen = ProgressTracker(), begun()
     seen[5] = replace(seen[5], counts=dict.fromkeys(seen[5].counts, 2))
     found.take(seen)
     assert set(counted) == {*CHANNELS}
