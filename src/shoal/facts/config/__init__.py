@@ -8,7 +8,15 @@ import typing
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
@@ -69,6 +77,14 @@ class RunSection(Section):
         return words.strip("-.") or "run"
 
 
+_NAMES = TypeAdapter(Annotated[list[str], Field(min_length=1)])
+
+
+def _targets(value: Any) -> Any:
+    """Not left to the union, whose errors would be those of both branches."""
+    return value if value == EVERY_PROJECTION else _NAMES.validate_python(value)
+
+
 class Lora(Section):
     kind: AdapterKind = Field(
         "lora", description="lora; dora: lengths of rows are trained apart from directions"
@@ -76,7 +92,7 @@ class Lora(Section):
     rank: int = Field(16, ge=1, le=MOST_RANKS, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what adapters read")
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+    targets: Annotated[Literal["all-linear"] | list[str], PlainValidator(_targets)] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"],
         description="projections that get an adapter, or all-linear: every one of the blocks but routed experts",
     )
