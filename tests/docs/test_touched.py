@@ -12,7 +12,9 @@ ROW = re.compile(r"^\| `([\w/]+\.py)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 # What of a layout each of them adds: read as an attribute, whatever it is read of.
 READ = {"cp": {"cp", "cp_kind"}, "ep": {"ep"}}
 # What of the server's is imported, or read of the config.
-SERVER = re.compile(r"layout\.server_ranges|parallel\.server|train\.server|import refuse_servers|config\.server\b")
+SERVER = re.compile(
+    r"layout\.server_ranges|parallel\.server|train\.server|import refuse_servers|config\.server\b"
+)
 # Every degree is read there, to search, to bound, to export: see the page.
 ALL_DEGREES = ("plan/", "cli/", "report/")
 

@@ -22,7 +22,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forks")
 def test_another_process_computes() -> None:
     here = os.getpid()
-    found = search_process.beside(lambda: (os.getpid(), [1.5, "two"]))()
+    found = search_process.in_other_process(lambda: (os.getpid(), [1.5, "two"]))()
     assert found[0] != here and found[1] == [1.5, "two"]
 
 
@@ -35,7 +35,7 @@ def test_what_fails_there_is_done_here() -> None:
             raise MemoryError
         return 7
 
-    assert search_process.beside(work)() == 7
+    assert search_process.in_other_process(work)() == 7
 
 
 def test_no_thread_is_left_behind() -> None:
@@ -44,7 +44,7 @@ def test_no_thread_is_left_behind() -> None:
     thread.start()
     try:
         assert not search_process.may_fork()
-        assert search_process.beside(os.getpid)() == os.getpid()
+        assert search_process.in_other_process(os.getpid)() == os.getpid()
     finally:
         stop.set()
         thread.join()

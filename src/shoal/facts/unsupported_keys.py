@@ -20,7 +20,7 @@ from shoal.facts.layout import Layout
 
 
 @cache
-def unrun_keys() -> dict[str, str]:
+def unsupported_keys() -> dict[str, str]:
     """By dotted key: the values that are not supported; empty if none of the key is."""
     marks: dict[str, str] = {}
     for key in flatten(Config()):

@@ -10,7 +10,7 @@ from shoal.facts.config import describe
 from shoal.facts.config.check import toml_value
 from shoal.facts.config.file import template
 from shoal.facts.problem import Problem
-from shoal.facts.unsupported_keys import unrun_keys
+from shoal.facts.unsupported_keys import unsupported_keys
 
 _NOTHING: Any = object()
 
@@ -40,7 +40,7 @@ def _line(key: str, name: str, value: Any, default: str) -> str:
     if value is not _NOTHING:
         default = f"{name} = {toml_value(value)}"
         default = f"{default:<38} # {describe(key)}"
-    unrun = unrun_keys().get(key)
+    unrun = unsupported_keys().get(key)
     if unrun is None:
         return default
     return f"{default} [NOT YET: this version does not run {unrun or 'it'}]"

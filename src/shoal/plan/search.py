@@ -28,7 +28,7 @@ from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.orders import MergedGroups, OrderGroups
 from shoal.plan.practice import usual_zero
-from shoal.plan.search_process import beside
+from shoal.plan.search_process import in_other_process
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.plan.walk import Priced, StrategyKey
@@ -151,7 +151,7 @@ def search(
     everything = replace(space, runnable=runnable and ours)
     layouts, elsewhere = everything.size(), None
     if top > 1 and layouts > LARGE:
-        elsewhere = beside(lambda: [hunt.found for hunt in hunted(most, everything)])
+        elsewhere = in_other_process(lambda: [hunt.found for hunt in hunted(most, everything)])
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-def beside(work: Callable[[], Result]) -> Callable[[], Result]:
+def in_other_process(work: Callable[[], Result]) -> Callable[[], Result]:
     """Start the work; the returned function waits for its result."""
     if not may_fork():
         return work

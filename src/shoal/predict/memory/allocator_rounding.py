@@ -21,7 +21,7 @@ SHARED_SEGMENT, OWN_SEGMENT, STEP = 20 * MIB, 10 * MIB, 2 * MIB
 UNSPLIT = MIB  # the largest remainder that stays with a block
 
 
-def granted(size: float) -> float:
+def allocated_size(size: float) -> float:
     """Bytes that a tensor of ``size`` occupies in a fresh segment; on average, for those that share one."""
     if size <= MIB:
         return size
@@ -31,7 +31,7 @@ def granted(size: float) -> float:
     return size + (left / together if left <= UNSPLIT else 0)
 
 
-def unsplit(rank: RankInventory) -> float:
+def allocator_remainders(rank: RankInventory) -> float:
     """Bytes lost on a rank of our engine, whose weights and states are separate tensors."""
     workload, hold = rank.workload, rank.hold
     if (
@@ -68,4 +68,4 @@ def _beyond(rank: RankInventory, width: float) -> float:
 @lru_cache(maxsize=4096)
 def _of_component(component: Component, ranks: int, width: float) -> float:
     sizes = [width * padded_size(tensor, ranks) / ranks for tensor in component.tensors]
-    return sum(granted(size) - size for size in sizes)
+    return sum(allocated_size(size) - size for size in sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.cluster import Cluster
-from shoal.predict.memory.allocator_rounding import unsplit
+from shoal.predict.memory.allocator_rounding import allocator_remainders
 from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.workload import Workload
 
@@ -38,7 +38,7 @@ class Band(NamedTuple):
 
 def beside_tensors(rank: RankInventory) -> int:
     """What libraries take from torch's allocator, and what it adds to tensors by rounding up."""
-    return 0 if rank.workload.cluster.device.name == "cpu" else WORKSPACE + round(unsplit(rank))
+    return 0 if rank.workload.cluster.device.name == "cpu" else WORKSPACE + round(allocator_remainders(rank))
 
 
 def on_top(workload: Workload, allocated: int) -> Band:

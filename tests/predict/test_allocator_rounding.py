@@ -11,7 +11,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.predict.memory.allocator_rounding import MIB, granted, unsplit
+from shoal.predict.memory.allocator_rounding import MIB, allocated_size, allocator_remainders
 from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.workload import Workload
 
@@ -42,7 +42,7 @@ def test_a_tensor_takes_what_an_allocator_gives_it(size: int) -> None:
     allocator = Allocator()
     for _ in range(120):
         allocator.take(size)
-    assert granted(size) * 120 == pytest.approx(allocator.allocated, rel=1e-3)
+    assert allocated_size(size) * 120 == pytest.approx(allocator.allocated, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "llama3-8b", "qwen2-7b", "pythia-6.9b"])
@@ -58,7 +58,7 @@ def test_weights_and_states_of_one_rank(name: str) -> None:
                 allocator.take(size)
                 asked += size
     # A piece of a segment that is left may go to another tensor.
-    assert unsplit(rank) == pytest.approx(allocator.allocated - asked, rel=0.15, abs=8 * MIB)
+    assert allocator_remainders(rank) == pytest.approx(allocator.allocated - asked, rel=0.15, abs=8 * MIB)
 
 
 def test_shapes_of_powers_of_two_lose_nothing_and_a_cpu_never() -> None:
@@ -66,4 +66,4 @@ def test_shapes_of_powers_of_two_lose_nothing_and_a_cpu_never() -> None:
     for cluster, most in (("1xH200", 0.0005), ("local", 0.0)):
         workload = Workload(PRESETS["llama3.2-1b"], find(cluster), recipe, Layout.parse("micro=1"))
         (rank,) = rank_inventories(workload)
-        assert unsplit(rank) <= most * 16 * rank.total.whole
+        assert allocator_remainders(rank) <= most * 16 * rank.total.whole
