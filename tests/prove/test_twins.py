@@ -217,35 +217,6 @@ CASES += [
     ("fsdp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
     ("fsdp=2,micro=1,recompute=full,offload=params", WIDE, {"precision": "bf16", "seq": 16, "batch": 2}, 0),
     ("fsdp=2,unit=2,recompute=full,offload=params", {"layers": 4}, {}, 1),
-    # Of a fraction, gradients of the last parameters leave whole, and those of the first stay.
-    ("fsdp=2,unit=2,recompute=full,offload=params:0.6", {"layers": 6}, {"precision": "bf16"}, 0),
-    ("fsdp=2,unit=2,recompute=full,offload=params:0.6", {**WIDE, "layers": 8}, {"seq": 16, "batch": 2}, 1),
-    (
-        "fsdp=2,micro=1,recompute=full,offload=optimizer:0.5",
-        {**WIDE, "layers": 8},
-        {"precision": "bf16", "seq": 16},
-        0,
-    ),
-    (
-        "fsdp=2,unit=2,micro=1,recompute=full,offload=optimizer:0.3",
-        {**WIDE, "layers": 8},
-        {"seq": 16, "batch": 8},
-        0,
-    ),
-    (
-        "dp=2,fsdp=2,micro=1,recompute=full,offload=optimizer:0.5",
-        {**WIDE, "layers": 6},
-        {"precision": "bf16", "seq": 16, "batch": 4},
-        0,
-    ),
-    # The last unit that has another ahead of it is the fullest, with or without offload.
-    ("fsdp=2,unit=2,micro=1,recompute=full", {**WIDE, "layers": 8}, {"seq": 16, "batch": 2}, 1),
-    (
-        "fsdp=2,unit=2,micro=1,recompute=full,offload=params",
-        {**WIDE, "layers": 8},
-        {"seq": 16, "batch": 2},
-        1,
-    ),
     ("dp=2,fsdp=2,micro=1,offload=params", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("fsdp=2,tp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 1),
     ("tp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
@@ -271,6 +242,35 @@ CASES += [
     ("tp=2,pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8}, 0),
     ("tp=2,sp=0,pp=2,recompute=selective,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
     ("pp=2,micro=1,schedule=zbv,recompute=selective,offload=activations", {"layers": 8}, {"batch": 8}, 0),
+    # Of a fraction, gradients of the last parameters leave whole, and those of the first stay.
+    ("fsdp=2,unit=2,recompute=full,offload=params:0.6", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("fsdp=2,unit=2,recompute=full,offload=params:0.6", {**WIDE, "layers": 8}, {"seq": 16, "batch": 2}, 1),
+    (
+        "fsdp=2,micro=1,recompute=full,offload=optimizer:0.5",
+        {**WIDE, "layers": 8},
+        {"precision": "bf16", "seq": 16},
+        0,
+    ),
+    (
+        "fsdp=2,unit=2,micro=1,recompute=full,offload=optimizer:0.3",
+        {**WIDE, "layers": 8},
+        {"precision": "bf16", "seq": 16, "batch": 8},
+        0,
+    ),
+    (
+        "dp=2,fsdp=2,micro=1,recompute=full,offload=optimizer:0.5",
+        {**WIDE, "layers": 6},
+        {"precision": "bf16", "seq": 16, "batch": 4},
+        0,
+    ),
+    # The last unit that has another ahead of it is the fullest, with or without offload.
+    ("fsdp=2,unit=2,micro=1,recompute=full", {**WIDE, "layers": 8}, {"seq": 16, "batch": 2}, 1),
+    (
+        "fsdp=2,unit=2,micro=1,recompute=full,offload=params",
+        {**WIDE, "layers": 8},
+        {"seq": 16, "batch": 2},
+        1,
+    ),
 ]
 
 
