@@ -371,7 +371,7 @@ def _not_measured() -> Iterator[str]:
     )
     if missing:
         yield "- **Cases without a row** that `benchmarks/predicted.py` lists:"
-        yield from (f"  - {_words(case)}" for case in missing)
+        yield from (f"    - {_words(case)}" for case in missing)
 
 
 def _words(case: Case) -> str:
