@@ -193,7 +193,7 @@ def checkpointed(
 ) -> Any:
     """Run a block's eager forward pass; as a graph this is all that is compiled.
 
-    The last two are of a split backward pass (``parallel/deferred.py``).
+    ``linears`` and ``carriers`` belong to a split backward pass (``parallel/deferred.py``); otherwise they are empty.
     """
     for number, linear in enumerate(linears):
         linear.carriers = carriers[2 * number], carriers[2 * number + 1]

@@ -42,9 +42,11 @@ class Deferred:
 
         ``tokens``: of the block's input.
         """
+        if not torch.is_grad_enabled():
+            return [], ()
         inside = [child for child in module.modules() if isinstance(child, Linear)]
         trained = [linear for linear in inside if linear.weight.requires_grad]
-        if not torch.is_grad_enabled() or not trained:
+        if not trained:
             return [], ()
         rows = tokens * self.gathered
         return trained, _Carriers.apply(self, trained, rows, *(linear.weight for linear in trained))
