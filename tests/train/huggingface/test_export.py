@@ -194,14 +194,15 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: Output) -> None:
     assert shoal(tmp_path / "checkpoints", "--to", "hf", tmp_path / "out", "--dtype", "bf16") == 0
 
 
-WIDE = {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 264}
+WIDE = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 264}
 
 
 def test_no_process_holds_the_model(tmp_path: Path) -> None:
-    """130 MB of weights pass through less than half of that: what is read at a time, and its copy."""
-    model = PRESETS["tiny"].model_copy(update=WIDE)
-    run_ranks(1, _commit, model, tmp_path)
-    ((grown, size),) = run_ranks(1, _export, tmp_path)
+    """Twelve layers, 130 MB, take hardly more memory than one: what is read at a time, and its copy."""
+    for folder, layers in (("small", 1), ("wide", 12)):
+        (tmp_path / folder).mkdir()
+        run_ranks(1, _commit, PRESETS["tiny"].model_copy(update=WIDE | {"layers": layers}), tmp_path / folder)
+    ((grown, size),) = run_ranks(1, _export, tmp_path / "small", tmp_path / "wide")
     assert size > 100e6
     assert grown < size / 2, (grown, size)
 
@@ -210,7 +211,9 @@ def _commit(rank: int, world: int, model: object, path: Path) -> None:
     commit(make_state(model, steps=0), path / "checkpoints", 1, 8, {})  # type: ignore[arg-type]
 
 
-def _export(rank: int, world: int, path: Path) -> tuple[int, int]:
+def _export(rank: int, world: int, first: Path, path: Path) -> tuple[int, int]:
+    # A forked process maps the libraries' code when it first runs: up to 50 MB that would count as the export's.
+    export(newest_sound(first / "checkpoints"), first / "out", PLAIN)
     found = newest_sound(path / "checkpoints")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size = export(found, path / "out", PLAIN).bytes
