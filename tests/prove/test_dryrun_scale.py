@@ -76,6 +76,16 @@ def test_experts_in_shards_at_their_true_widths(preset: str, layout: str) -> Non
         assert ours == pytest.approx(theirs, rel=0.0015), category
 
 
+@pytest.mark.parametrize("layout", ["micro=4,recompute=full,offload=params", "fsdp=2,tp=2,micro=4"])
+def test_the_loss_of_more_tokens_than_pass_at_once(layout: str) -> None:
+    """The head's weight gradient adds up over chunks of tokens: a buffer, and none of the logits."""
+    parsed = Layout.parse(layout)
+    model = PRESETS["llama3.2-1b"].model_copy(update={"layers": 2})
+    recipe = Recipe(seq=8192, batch=4 * parsed.fsdp, steps=1, precision="bf16")
+    found = dryrun(Workload(model, find(f"{parsed.world}xH100"), recipe, parsed), 0)
+    assert found.matches and found.findings == []
+
+
 def test_long_sequences_in_small() -> None:
     """Ulysses over more ranks than there are key/value heads, with everything sharded and recomputed."""
     workload = ask(

@@ -38,7 +38,8 @@ ADDED_UP = "to_accumulated_grad_if_needed"
 # reason.
 SENDS = ("c10d::send", "c10d::batch_p2p_ops")
 OF_WEIGHTS = {"params", "buffers", "grads", "optimizer"}
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# ``models/wide_product.py``: the head's weight gradient, where the loss goes through its tokens in chunks.
+PRODUCTS = ("aten::mm", "aten::addmm", "shoal::wide_product")
 GROUPED = torch.ops.aten._grouped_mm.default
 STACKED = 3  # dimensions of a grouped product of tokens with each other: an expert weight gradient
 LOOKED_UP = (torch.ops.aten.embedding_dense_backward.default,)
@@ -139,7 +140,7 @@ class Attributions:
         # schedules compute it after the backward pass, when no module is active; the loss computes the head's in the
         # forward pass.
         late = phase == "backward" or len(self._stack) == 1 or self._stack[-1] == "lm_head"
-        product = late and operator in PRODUCTS and not sources & OF_WEIGHTS
+        product = late and operator._schema.name in PRODUCTS and not sources & OF_WEIGHTS
         stacked = operator is GROUPED and result.dim() == STACKED
         return (product and result.shape in self._shapes) or stacked or operator in LOOKED_UP
 
