@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def takes_itself_apart(types: Sequence[type]) -> bool:
     An observer then returns NotImplemented: the subclass runs, and the operators it issues reach the observer. If the
     observer called the operator itself, it would be disabled for everything inside.
     """
-    return any(not issubclass(kind, FakeTensor) and _is_wrapper(kind) for kind in types)
+    return any(map(_takes_itself_apart, types))
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -40,5 +41,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+# Asked of every argument of every operator; there are a dozen kinds.
+@cache
+def _takes_itself_apart(kind: type) -> bool:
+    return not issubclass(kind, FakeTensor) and _is_wrapper(kind)
+
+
+@cache
 def _is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
