@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ def takes_itself_apart(types: Sequence[type]) -> bool:
     An observer then returns NotImplemented: the subclass runs, and the operators it issues reach the observer. If the
     observer called the operator itself, it would be disabled for everything inside.
     """
-    return any(map(_takes_itself_apart, types))
+    return any(_is_wrapper(kind) and not issubclass(kind, FakeTensor) for kind in types)
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -42,11 +41,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 # Asked of every argument of every operator; there are a dozen kinds.
-@cache
-def _takes_itself_apart(kind: type) -> bool:
-    return not issubclass(kind, FakeTensor) and _is_wrapper(kind)
+_WRAPPERS: dict[type, bool] = {}
 
 
-@cache
 def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
+    if kind not in _WRAPPERS:
+        _WRAPPERS[kind] = hasattr(kind, "__tensor_flatten__")
+    return _WRAPPERS[kind]

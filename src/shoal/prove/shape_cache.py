@@ -96,11 +96,13 @@ class ShapeCache:
             first = FakeTensor(self._mode, inner, CPU)
             self._attributes = dict(vars(first))
             return first
-        made: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        made: FakeTensor = torch.Tensor._make_subclass(
             FakeTensor, inner, inner.requires_grad, dispatch_device=True, device_for_backend_keys=CPU
         )
-        # There is no data that a kernel could be given by mistake.
-        torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
+        if self._mode._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(self._attributes)
         return made
 
