@@ -26,7 +26,8 @@ from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
 from shoal.train.step import Step
 
-TINY, SEQ, STEPS = PRESETS["tiny"], 16, 4
+# Four blocks: one is computed while the next is fetched, and others are away.
+TINY, SEQ, STEPS = PRESETS["tiny"].model_copy(update={"layers": 4}), 16, 4
 
 
 @pytest.fixture

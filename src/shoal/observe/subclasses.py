@@ -17,7 +17,7 @@ def takes_itself_apart(types: Sequence[type]) -> bool:
     An observer then returns NotImplemented: the subclass runs, and the operators it issues reach the observer. If the
     observer called the operator itself, it would be disabled for everything inside.
     """
-    return any(not issubclass(kind, FakeTensor) and _is_wrapper(kind) for kind in types)
+    return any(_is_wrapper(kind) and not issubclass(kind, FakeTensor) for kind in types)
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -40,5 +40,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+# Asked of every argument of every operator; there are a dozen kinds.
+_WRAPPERS: dict[type, bool] = {}
+
+
 def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
+    if kind not in _WRAPPERS:
+        _WRAPPERS[kind] = hasattr(kind, "__tensor_flatten__")
+    return _WRAPPERS[kind]

@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,13 @@ class OutputShape(NamedTuple):
     offset: int | torch.SymInt
     view: bool
 
-    def __call__(self, mode: FakeTensorMode, first: Any) -> FakeTensor:
+    def __call__(self, wrapped: Callable[[torch.Tensor], FakeTensor], first: Any) -> FakeTensor:
         if self.view:
             inner = torch.empty(0, dtype=self.dtype, device="meta")
             inner.set_(first.untyped_storage(), self.offset, self.shape, self.stride)
         else:
             inner = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return FakeTensor(mode, inner, CPU)
+        return wrapped(inner)
 
 
 # An operator's cached result: one tensor or several. None: ask torch. Shared by all dry runs of this process, because
@@ -52,6 +53,9 @@ class ShapeCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._attributes: dict[
+            str, Any
+        ] = {}  # of every tensor of this mode, as torch's constructor sets them
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _RULES:
@@ -81,9 +85,26 @@ class ShapeCache:
         with no_dispatch():
             first = args[0] if args else None
             if isinstance(made, OutputShape):
-                return made(self._mode, first)
-            results = [one(self._mode, first) for one in made]
+                return made(self._wrapped, first)
+            results = [one(self._wrapped, first) for one in made]
             return results if isinstance(made, list) else tuple(results)
+
+    def _wrapped(self, inner: torch.Tensor) -> FakeTensor:
+        """``FakeTensor(mode, inner, CPU)``, whose constructor takes longer than all else here: it runs once, and what
+        it has set is copied from then on."""
+        if not self._attributes:
+            first = FakeTensor(self._mode, inner, CPU)
+            self._attributes = dict(vars(first))
+            return first
+        made: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, inner, inner.requires_grad, dispatch_device=True, device_for_backend_keys=CPU
+        )
+        if self._mode._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
 
     def _found(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         with in_kernel_invocation_manager(self._mode):

@@ -12,7 +12,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, pairwise
+from math import lcm
 
 import numpy as np
 
@@ -28,12 +30,31 @@ class MixPhase:
 
     def counts(self, samples: int) -> list[int]:
         """How many of the phase's first samples come from each part."""
-        left, weight, found = samples, sum(self.weights), []
-        for mine in self.weights:
+        left, weight, found = samples, sum(self._whole), []
+        for mine in self._whole:
             taken = left * mine // weight if weight else 0
-            found.append(int(taken))
-            left, weight = left - int(taken), weight - mine
+            found.append(taken)
+            left, weight = left - taken, weight - mine
         return found
+
+    def turn(self, number: int) -> tuple[int, int]:
+        """Which part the phase's ``number``-th sample comes from, and how many of that part's come before it.
+
+        It is the first part that has one more of ``number + 1`` samples than of ``number``.
+        """
+        left, weight = number, sum(self._whole)
+        for part, mine in enumerate(self._whole):
+            taken = left * mine // weight
+            if (left + 1) * mine // weight != taken:
+                return part, taken
+            left, weight = left - taken, weight - mine
+        raise ValueError("no part has a weight")
+
+    @cached_property
+    def _whole(self) -> tuple[int, ...]:
+        """The weights as whole numbers, which are divided many times as fast as fractions."""
+        scale = lcm(*(weight.denominator for weight in self.weights))
+        return tuple(int(weight * scale) for weight in self.weights)
 
 
 class MixedOrder:
@@ -66,8 +87,5 @@ class MixedOrder:
         """Which part the run's ``number``-th sample comes from, and how many samples of that part came before."""
         which = bisect_right(self._firsts, number) - 1
         phase = self.phases[which]
-        before, after = (phase.counts(number - phase.first + more) for more in (0, 1))
-        part = next(
-            one for one, counts in enumerate(zip(before, after, strict=True)) if counts[0] != counts[1]
-        )
-        return part, self._given[which][part] + before[part]
+        part, taken = phase.turn(number - phase.first)
+        return part, self._given[which][part] + taken
