@@ -12,7 +12,7 @@ LOCK := requirements/dev.lock
 # Versions of what test-system needs beside it, for that Python too.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print(("/dev/null", "requirements/system.txt")[sys.version_info[:2] == (3, 11)])')
 
-.PHONY: setup lock test lint types floors pytest test-system test-full demo clean
+.PHONY: setup lock test lint types floors pytest test-system long system test-full demo clean
 
 setup: $(VENV)/.ready
 
@@ -56,15 +56,21 @@ floors: setup
 pytest: setup
 	$(BIN)/python -m pytest -m 'not system and not long and not full' -n $(WORKERS) --dist worksteal
 
-# Tests that take long, and tests that need system packages or root.
+# Tests that take long, beside tests that need system packages or root, which mostly wait.
 test-system: setup
 	@$(BIN)/python -m pip install -qq --constraint $(CONSTRAINTS) --editable '.[system]' || echo "not all of [system] could be installed: tests of what is missing are skipped"
 	@apt-get update -qq > /dev/null 2>&1 || true
 	@command -v chromium > /dev/null || apt-get install -qq -y chromium > /dev/null 2>&1 || echo "no chromium: pages are not opened in a browser"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
 	@command -v slurmctld > /dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null 2>&1 || echo "no Slurm: its jobs are not tested"
+	@$(MAKE) --no-print-directory --output-sync=line --jobs=2 long system
+
+long: setup
 	$(BIN)/python -m pytest -m 'long and not full' -n $(WORKERS) --dist worksteal
-	$(BIN)/python -m pytest -m system
+
+# Two files at a time: one of them waits for Slurm or Ray for most of its time.
+system: setup
+	$(BIN)/python -m pytest -m system -n 2 --dist loadfile
 
 # Every member of products of layouts, recipes and models whose covering members the other two run. Half an hour or more.
 test-full: setup

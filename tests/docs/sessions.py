@@ -111,10 +111,11 @@ def small_parity(words: list[str]) -> list[str]:
 
 
 def small_dryrun(words: list[str]) -> list[str]:
-    """Of 405B's 16 stages and 126 layers, two and 16."""
-    fewer = {"llama3-405b": "llama3.2-1b", "16384xH100": "8xH100", "2048": "16"}
-    fewer[LARGE_LAYOUT] = "fsdp=2,tp=2,pp=2,micro=1"
-    return [fewer.get(word, word) for word in words] if LARGE_LAYOUT in words else words
+    """Of 405B's 16 stages and 126 layers, two and 16; 1B for 8B, and small experts for Mixtral's."""
+    fewer = {"llama3-405b": "llama3.2-1b", "llama3-8b": "llama3.2-1b", "mixtral-8x7b": "tiny-moe"}
+    if LARGE_LAYOUT in words:
+        fewer |= {"16384xH100": "8xH100", "2048": "16", LARGE_LAYOUT: "fsdp=2,tp=2,pp=2,micro=1"}
+    return [fewer.get(word, word) for word in words]
 
 
 def small_bench(words: list[str]) -> list[str]:

@@ -65,8 +65,10 @@ def test_the_command_says_what_the_page_says(
 
 
 @pytest.mark.long
-def test_the_commands_at_the_end_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_at_the_end_is_of_what_the_plan_before_it_chooses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both are run with the page's other commands by test_commands.py, and the dry run whole by ``make test-full``."""
     plan, dryrun = re.findall(r"^shoal (?:plan|dryrun) .*$", PAGE, re.MULTILINE)
     chosen = planned(plan, capsys)["chosen"]
     assert f"--layout {chosen['layout']}" in dryrun  # type: ignore[index]
-    assert planned(dryrun, capsys)

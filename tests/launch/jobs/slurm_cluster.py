@@ -20,7 +20,8 @@ COMMANDS = ("ip", "unshare", "nsenter", "sbatch", "scontrol")
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 # The only interface beside loopback, for launchers and ranks: every node is called otherwise, and none is elsewhere.
 INTERFACE = "fabric0"
-SECONDS = 60.0
+# On a busy machine the daemons alone may take a minute.
+SECONDS = 300.0
 
 
 def install() -> str | None:
