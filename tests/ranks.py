@@ -27,7 +27,7 @@ PRELOAD = [
     "tests.ranks",
 ]
 # Long enough for a machine that others use as well: only ranks that wait for each other for good take it.
-SECONDS = 300
+SECONDS = 600
 
 
 def warm() -> None:
