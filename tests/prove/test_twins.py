@@ -263,6 +263,24 @@ CASES += [
         {"precision": "bf16", "seq": 16, "batch": 4},
         0,
     ),
+    # A unit that a fraction cuts, where no master weights are apart: what stays is copied out of its buffer.
+    ("fsdp=2,micro=1,offload=optimizer:0.3", {**WIDE, "layers": 6}, {"seq": 16, "batch": 8}, 0),
+    # Sums over replicas as wide as the gradients: none is kept on the device once its copy has left.
+    (
+        "dp=2,fsdp=2,micro=1,recompute=full,offload=optimizer",
+        {**WIDE, "layers": 6},
+        {"seq": 16, "batch": 4},
+        0,
+    ),
+    # In a pipeline, what stays of a fraction is widened for its master weights.
+    ("fsdp=2,pp=2,micro=1,offload=optimizer:0.5", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    # Copies on their way are those of the two buckets that landed last.
+    (
+        "fsdp=2,zero=2,micro=1,offload=optimizer:0.3",
+        {**WIDE, "layers": 6},
+        {"precision": "bf16", "seq": 16, "batch": 4},
+        0,
+    ),
     # The last unit that has another ahead of it is the fullest, with or without offload.
     ("fsdp=2,unit=2,micro=1,recompute=full", {**WIDE, "layers": 8}, {"seq": 16, "batch": 2}, 1),
     (

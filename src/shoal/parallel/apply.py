@@ -287,14 +287,21 @@ def _leave_early(
 ) -> None:
     """Send gradients to the host during the backward pass, wherever they are already complete there."""
     if isinstance(part, FullyShard):
-        for piece in part.pieces:
-            if piece.working is not None:
-                offloaded.take_early(part.parameters[piece.held.label], piece, stays=shared.sums(piece))
+        for unit in part.reduced_together():
+            # A gradient that stays is copied out of its unit's buffer if others leave: it would keep all of it alive.
+            if any(piece.away is not None or piece.working is not None for piece in unit.pieces):
+                copied = part.copied_as_they_leave(unit)
+                for piece in unit.pieces:
+                    parameter = part.parameters[piece.held.label]
+                    offloaded.take_early(parameter, piece, shared.sums(piece), copied)
+            else:
+                for piece in unit.pieces:
+                    offloaded.make_room_with(part.parameters[piece.held.label], piece)
     elif isinstance(part, ShardedStates) and part.every_pass and part.replicas is None:
         for piece in part.pieces:
             if piece.away is not None:
                 piece.away.early = not shared.sums(piece)
-        part.leave_early(offloaded.leave)
+        part.leave_early(offloaded.leave, offloaded.make_room)
     elif isinstance(part, NoReducer):
         for piece in part.pieces:
             if piece.away is not None and not shared.sums(piece):

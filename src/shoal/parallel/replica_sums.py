@@ -2,8 +2,8 @@
 
 FSDP2 (torch 2.11 to 2.13) keeps the buffer of every unit's all-reduce until the end of the backward pass, so that the
 allocator does not reuse it while the sum is in flight. Where the sum itself becomes the gradient, that costs nothing.
-Where it is cast, a second set of gradients piles up, unit by unit. Two buffers are enough: the one being summed, and
-the one before it.
+Where it is cast, or copied on its way to the host, a second set of gradients piles up, unit by unit. Two buffers are
+enough: the one being summed, and the one before it.
 """
 
 from __future__ import annotations

@@ -183,6 +183,13 @@ class ShardedRoot(NamedTuple):
     named: nn.Module
 
 
+class UnitOfPieces(NamedTuple):
+    """An FSDP unit's first module, and what this rank updates of it."""
+
+    module: FSDPModule
+    pieces: list[Shard]
+
+
 class FullyShard:
     """Sums gradients over the ranks of a replica, then over the replicas.
 
@@ -208,7 +215,8 @@ class FullyShard:
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
         self.landing = ReplicaSums(mesh.device)
-        if self.replicas and reduce_dtype != held[0].parameter.dtype:
+        self.casts = reduce_dtype != held[0].parameter.dtype
+        if self.replicas and self.casts:
             for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
         # The first all-gather makes FSDP pad its rows into tensors that it keeps from then on.
@@ -260,9 +268,32 @@ class FullyShard:
         for piece in self.pieces:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:
-                hand(piece, local_tensor(gradient))
+                hand(piece, _as_updated(piece, local_tensor(gradient)))
+                if piece.working is not None:
+                    self.parameters[piece.held.label].grad = None
             elif piece.away is None and piece.squares is None:
                 piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
+
+    def reduced_together(self) -> list[UnitOfPieces]:
+        """The pieces of each of FSDP's units: their gradients are parts of one buffer."""
+        pieces = {self.parameters[piece.held.label]: piece for piece in self.pieces}
+        found: dict[Any, UnitOfPieces] = {}
+        for module in self._modules():
+            group = _group(module)
+            if (
+                group is not None and group not in found
+            ):  # else it has no parameters, or belongs to a unit of several
+                weights = [one.sharded_param for one in group.fsdp_params]
+                found[group] = UnitOfPieces(module, [pieces[one] for one in weights if one in pieces])
+        return list(found.values())
+
+    def copied_as_they_leave(self, unit: UnitOfPieces) -> bool:
+        """Have the buffer of this unit's reduced gradients freed, which all of them leave; returns whether they must
+        be copied first, because FSDP has not.
+        """
+        if self.replicas:
+            unit.module.set_all_reduce_hook(self.landing)
+        return self.replicas and not self.casts
 
     def after_update(self) -> None:
         """Drop what is still gathered: it is stale. Only strict mode, which reduces nothing here, leaves any."""
@@ -287,6 +318,11 @@ class FullyShard:
 
     def _modules(self) -> list[FSDPModule]:
         return [module for root in self.roots.values() for module in _sharded_modules(root)]
+
+
+def _as_updated(piece: Shard, gradient: Tensor) -> Tensor:
+    """A gradient in the precision of the master weights that it updates here; FSDP leaves it in the weights'."""
+    return gradient.to(piece.tensor.dtype) if piece.away is None else gradient
 
 
 class GatheredOnce(NamedTuple):

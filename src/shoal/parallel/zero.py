@@ -173,6 +173,8 @@ class ShardedStates:
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         # Sends a piece's gradient to the host as soon as it is summed, where the host updates it.
         self.leave: Callable[..., None] | None = None
+        # Called as a bucket's gradients arrive, before any leaves: those of earlier buckets may be let go.
+        self.make_room: Callable[[object], None] | None = None
         # Updates these pieces in the backward pass.
         self.take: Callable[[Shard, Tensor], None] | None = None
         self.taken: set[Shard] = set()
@@ -227,9 +229,9 @@ class ShardedStates:
             if work is not None:
                 work.wait()
 
-    def leave_early(self, leave: Callable[..., None]) -> None:
-        """Hand over gradients of offloaded pieces as they arrive."""
-        self.leave = leave
+    def leave_early(self, leave: Callable[..., None], make_room: Callable[[object], None]) -> None:
+        """Hand over gradients of offloaded pieces as they arrive; ``make_room`` hears of every bucket first."""
+        self.leave, self.make_room = leave, make_room
         for bucket in self._buckets():
             bucket.keep_but(lambda piece: piece.away is not None and piece.away.early)
 
@@ -277,7 +279,8 @@ class ShardedStates:
     def _land(self) -> None:
         bucket, summed, work = self._flying.pop(0)
         work.wait()
-        if self.leave is not None:
+        if self.leave is not None and self.make_room is not None:
+            self.make_room(bucket)
             self._keep(bucket, summed, self.leave)
         elif self.take is not None:
             for piece, place in bucket.placed:

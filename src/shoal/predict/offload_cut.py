@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import offloaded, waiting
 from shoal.facts.layout.parameter_groups import ADAPTERS, DENSE, EXPERTS
 from shoal.facts.layout.ranks import stride
-from shoal.facts.layout.updates import updated_ranges
+from shoal.facts.layout.updates import reduced_buckets, updated_ranges
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import block_of
 from shoal.predict.optimizer_matrices import sharing_of
@@ -55,7 +57,7 @@ def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) ->
         return part.fraction
     if what == "optimizer":
         pieces = _updated(workload, stage, shard)
-        return sum(_away(workload, stage, shard)) / sum(size for _, size in pieces)
+        return sum(size for _, size in _away(workload, stage, shard)) / sum(size for _, size in pieces)
     held = _held(workload, stage)
     sizes = [size for _, size in held]
     return sum(sizes[offloaded(sizes, part.fraction) :]) / sum(sizes)
@@ -64,7 +66,7 @@ def share_away(workload: Workload, what: str, stage: int = 0, shard: int = 0) ->
 def largest_piece(workload: Workload, stage: int, shard: int) -> int:
     """Elements of the largest piece with offloaded states, among those that a rank updates."""
     if workload.lora is None:
-        return max(_away(workload, stage, shard), default=0)
+        return max((size for _, size in _away(workload, stage, shard)), default=0)
     # Only adapters are updated. A bucket's chunk may contain all of one.
     ranks = workload.groups[ADAPTERS].sharded.size if not _in_chunks(workload) else 1
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, stage)
@@ -72,8 +74,37 @@ def largest_piece(workload: Workload, stage: int, shard: int) -> int:
     return max((padded_size(one, ranks) // ranks for one in factors), default=0)
 
 
-def _away(workload: Workload, stage: int, shard: int) -> list[int]:
-    """Sizes of the pieces that the host updates: the last ones for a fraction, and all with offloaded parameters."""
+def largest_block(workload: Workload, stage: int, shard: int) -> int:
+    """Offloaded elements of the transformer block that has the most, among those that a rank updates."""
+    blocks: Counter[int] = Counter()
+    for label, size in _away(workload, stage, shard):
+        if (block := block_of(label)) is not None:
+            blocks[block] += size
+    return max(blocks.values(), default=0)
+
+
+class LeavingBucket(NamedTuple):
+    """A bucket of gradients that data ranks reduce together."""
+
+    elements: int
+    leaving: int  # of this rank's share, those that leave for the host
+
+
+def leaving_buckets(workload: Workload, shard: int) -> list[LeavingBucket]:
+    """A data rank's buckets without a pipeline, in the order in which they complete."""
+    away = {label for label, _ in _away(workload, 0, shard)}
+    buckets = reduced_buckets(sharing_of(workload), shard * workload.groups[DENSE].sharded.stride)
+    return [
+        LeavingBucket(
+            sum(size for _, size in one.sizes),
+            sum(stop - start for label, start, stop in one.own if label in away),
+        )
+        for one in buckets
+    ]
+
+
+def _away(workload: Workload, stage: int, shard: int) -> list[tuple[str, int]]:
+    """The pieces that the host updates: the last ones for a fraction, and all with offloaded parameters."""
     part, resting = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     assert part is not None
     pieces, home = _updated(workload, stage, shard), frozenset[str]()
@@ -83,7 +114,7 @@ def _away(workload: Workload, stage: int, shard: int) -> list[int]:
         home = frozenset(
             label for label, _ in held[offloaded([size for _, size in held], resting.fraction) :]
         )
-    return [size for number, (label, size) in enumerate(pieces) if number >= first or label in home]
+    return [piece for number, piece in enumerate(pieces) if number >= first or piece[0] in home]
 
 
 def _in_chunks(workload: Workload) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.facts import calibration
-from shoal.facts.calibration import DISK_READ, DISK_WRITE, UPDATE, UPDATE_MOST, node_rates
+from shoal.facts.calibration import DISK_BOTH, UPDATE, UPDATE_MOST, NodeRates, node_rates
 from shoal.facts.calibration.file import read
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.notation import find
@@ -37,7 +37,7 @@ def test_where_nothing_is_computed_a_step_waits_for_the_host() -> None:
     host = taken("offload=optimizer").offload
     assert host == pytest.approx(28 * COUNT / UPDATE + 2 * COUNT / LINK, rel=0.1)
     through_disk = taken("offload=optimizer@nvme").offload
-    assert through_disk == pytest.approx(12 * COUNT * (1 / DISK_READ + 1 / DISK_WRITE), rel=0.05)
+    assert through_disk == pytest.approx(2 * 12 * COUNT / DISK_BOTH, rel=0.05)
 
 
 def test_a_long_forward_pass_hides_the_update_and_a_long_backward_pass_the_gradients() -> None:
@@ -105,3 +105,13 @@ def test_what_is_measured_takes_the_place_of_judgement() -> None:
     assert stored.host is not None and found.link == stored.host.bandwidth
     newer = stored.measured.model_copy(update={"host_update": 77e9})
     assert node_rates(cluster, rates.model_copy(update={"measured": newer})).update == 77e9
+
+
+def test_a_disk_that_is_read_and_written_at_once_has_a_rate_of_its_own() -> None:
+    """As far as there are both; an older calibration, which has none, prices them in turn."""
+    alone = NodeRates(update=1.0, link=1.0, disk_read=4.0, disk_write=2.0)
+    assert alone.disk_seconds(8.0, 8.0) == 8 / 4 + 8 / 2
+    both = alone.model_copy(update={"disk_both": 5.0})
+    assert both.disk_seconds(8.0, 8.0) == 16 / 5
+    assert both.disk_seconds(12.0, 8.0) == 16 / 5 + 4 / 4
+    assert both.disk_seconds(8.0, 12.0) == 16 / 5 + 4 / 2

@@ -94,6 +94,15 @@ class NodeRates(Hardware):
     link: Positive  # between device and host memory, per direction
     disk_read: Positive
     disk_write: Positive
+    disk_both: Positive | None = None  # read and written at the same time, together; None: in turn
+
+    def disk_seconds(self, read: float, written: float) -> float:
+        """Seconds to read and to write so many bytes, at the same time as far as there are both."""
+        if self.disk_both is None:
+            return read / self.disk_read + written / self.disk_write
+        both = min(read, written)
+        alone = (read - both) / self.disk_read + (written - both) / self.disk_write
+        return 2 * both / self.disk_both + alone
 
 
 class Calibration(Hardware):
@@ -252,6 +261,8 @@ UPDATE_MOST = 400e9
 # One disk per device, as in the vendors' reference systems; measured there, bypassing the page cache.
 DISK_READ = 2.9e9
 DISK_WRITE = 3.3e9
+# A plain direct copy of an update's bytes, read and written at once (``disk_floor_s`` in benchmarks/results).
+DISK_BOTH = 3.4e9
 
 _installed: dict[str, Calibration] = {}
 _installed_links: dict[str, dict[str, LinkRates | str]] = {}
@@ -290,12 +301,15 @@ def node_rates(cluster: Cluster, known: Calibration) -> NodeRates:
     update = cluster.host_bandwidth or (seen and seen.host_update) or min(UPDATE * devices, UPDATE_MOST)
     copies = seen.copies if seen else None
     read, write = (copies.disk_read, copies.disk_write) if copies else (None, None)
+    both = copies.disk_both if copies else None
     return NodeRates(
         update=update / devices,
         # Every copy passes through host memory, which also limits updates.
         link=min(known.host.reached(cluster.device.host_link.bandwidth), update / devices),
         disk_read=read / devices if read else DISK_READ,
         disk_write=write / devices if write else DISK_WRITE,
+        # One that was not measured beside the others may not fit them.
+        disk_both=both / devices if both else None if read or write else DISK_BOTH,
     )
 
 

@@ -104,6 +104,7 @@ class Copies(Hardware):
     to_host: Positive | None
     disk_write: Positive | None  # bypassing the page cache
     disk_read: Positive | None
+    disk_both: Positive | None = None  # read and written at the same time, together
 
 
 class Measurements(Hardware):

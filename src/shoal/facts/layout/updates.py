@@ -72,6 +72,37 @@ def updated_ranges(sharing: Sharing, rank: int) -> tuple[UpdatedRange, ...]:
     )
 
 
+class ReducedBucket(NamedTuple):
+    """Gradients that are reduced together, in one flat bucket."""
+
+    sizes: list[tuple[str, int]]  # elements by label, the last layer's first
+    own: list[tuple[str, int, int]]  # in this rank's chunk: label, start, stop
+
+
+def reduced_buckets(sharing: Sharing, rank: int) -> list[ReducedBucket]:
+    """All flat buckets of a rank without a pipeline, in the order in which they complete."""
+    place, ep = coordinates(rank, sharing.layout), expert_ranks(sharing.layout)
+    parts = _parts(sharing, place["pp"], place["tp"], rank // ep.stride % ep.size)
+    order = {one.name: number for number, one in enumerate(_listed(sharing.model))}
+    found = [
+        ReducedBucket(
+            bucket.sizes,
+            list(
+                chunk_ranges(
+                    bucket.sizes,
+                    group.sharded.size,
+                    rank // group.sharded.stride % group.sharded.size,
+                    bucket.block,
+                )
+            ),
+        )
+        for group, of_stages in parts
+        for _, buckets in of_stages
+        for bucket in buckets
+    ]
+    return sorted(found, key=lambda one: order[one.sizes[-1][0]], reverse=True)
+
+
 class _Held(NamedTuple):
     name: str
     label: str

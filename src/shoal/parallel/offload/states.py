@@ -195,16 +195,24 @@ class OffloadedStates:
         self._adder = HostThread("shoal-gradients", memory.device)
         self._landing: LandingBuffer | None = None
 
-    def take_early(self, parameter: Tensor, piece: Shard, stays: bool) -> None:
+    def take_early(self, parameter: Tensor, piece: Shard, stays: bool, copied: bool = False) -> None:
         """Hand a gradient of this parameter to its piece as soon as there is one.
 
         ``stays``: it stays on the device until ``leave_rest`` because other ranks' are added to it, or stays for good.
-        FSDP would accumulate micro-batches in the weights' dtype.
+        FSDP would accumulate micro-batches in the weights' dtype. ``copied``: the memory that it comes in is freed
+        before it has left.
         """
         leaves = piece.away is not None and not stays
         if piece.away is not None:
             piece.away.early = leaves
-        parameter.register_post_accumulate_grad_hook(self._send(piece) if leaves else self._hold(piece))
+        parameter.register_post_accumulate_grad_hook(
+            self._send(piece, copied) if leaves else self._hold(piece)
+        )
+
+    def make_room_with(self, parameter: Tensor, piece: Shard) -> None:
+        """Make room as a gradient of this parameter comes, which stays where it is."""
+        unit = block_of(piece.held.label)
+        parameter.register_post_accumulate_grad_hook(lambda _: self.make_room(unit))
 
     def start_step(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
@@ -266,10 +274,11 @@ class OffloadedStates:
         while self._leaving and self._leaving[0].unit != unit:
             self._let_go()
 
-    def _send(self, piece: Shard) -> Callable[[Tensor], None]:
+    def _send(self, piece: Shard, copied: bool) -> Callable[[Tensor], None]:
         def leave(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.leave(piece, local_tensor(parameter.grad))
+            gradient = local_tensor(parameter.grad)
+            self.leave(piece, gradient.clone() if copied else gradient)
             parameter.grad = None
 
         return leave

@@ -54,10 +54,11 @@ class ShardedGradients(RankGradients):
         self.away = self.total.trained_share * (1.0 - self.stay)
         # Replicas of shards reduce gradients in another precision than the one they are stored in, or leave in.
         sums = self.layout.dp > 1 and not self.adapters_only
-        self.copies_kept = self.hold.reduce != self.hold.gradient or self.away > 0
+        # Those that stay are copied where the update has master weights, and in a unit that others leave.
+        away, reduce = self.away > 0, self.hold.reduce
+        self.copies_kept = reduce != self.hold.gradient or (away and reduce != self.hold.compute)
         self.casts_kept = sums and self.copies_kept
-        self.casts_leaving = sums and self.hold.reduce != self.hold.compute
-        self.cast_sums = self.casts_leaving if self.away else self.casts_kept
+        self.cast_sums = sums if away else self.casts_kept
         # With several passes, replicas accumulate reduced gradients here in the reduction precision; these leave in
         # the last pass.
         self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
@@ -223,9 +224,11 @@ class ShardedGradients(RankGradients):
         held = 0.0
         for number, (before, landed) in enumerate(sums[:count]):
             leaving = self._leaving(before, landed)
-            cast = self.casts_leaving * leaving + self.casts_kept * (landed - leaving)
-            # Those of two blocks may be on their way, which are one unit where it has as many.
-            going = leaving if number * self.unit < IN_FLIGHT else 0.0
+            cast = landed if self.cast_sums and (leaving or self.casts_kept) else 0.0
+            # Those of two blocks may be on their way, which are one unit where it has as many. A unit that a fraction
+            # cuts is one buffer, so without replicas all of it stays as long as its last gradient that leaves.
+            going = leaving if self.layout.dp > 1 else landed if leaving else 0.0
+            going = going if number * self.unit < IN_FLIGHT else 0.0
             held += self.hold.reduce * cast + self.hold.compute * going
         return held
 

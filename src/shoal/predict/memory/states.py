@@ -22,7 +22,7 @@ from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.memory.update import own_states
-from shoal.predict.offload_cut import largest_piece
+from shoal.predict.offload_cut import largest_block, largest_piece
 from shoal.predict.rank_parameters import ParameterCount
 
 
@@ -58,7 +58,6 @@ def elsewhere(rank: RankInventory) -> OffDevice:
     workload, updated = rank.workload, rank.total.trained_share
     optimizer, params = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     host = nvme = 0.0
-    block = max(run.block.trained_share for stage in rank.stages for run in stage.runs)
     each = away_bytes(workload.recipe, workload.layout, workload.accumulation, workload.stack)
     if optimizer is not None:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
@@ -68,6 +67,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         # Weights that live on the host are not sent back to the device.
         through_ring = states_may_be_late(workload.recipe, workload.layout) and params is None
         returning = away if through_ring else 0.0
+        block = largest_block(workload, rank.number, rank.shard) if adds_up else 0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed, returning)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank, rank.total))

@@ -5,7 +5,10 @@ If reduced gradients move to the host right away, only the part of the shard tha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
 
 from shoal.facts.layout.offload import IN_FLIGHT, leaves_early
 from shoal.facts.model.parameters import EMBEDDING
@@ -14,6 +17,7 @@ from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.replicate import ReplicatedGradients
+from shoal.predict.offload_cut import LeavingBucket, leaving_buckets
 from shoal.predict.rank_parameters import RankParameters, expert_elements, rank_parameters
 
 
@@ -77,19 +81,75 @@ class ScatteredGradients(ReplicatedGradients):
             fills = moment.before and (done or made is None or made > 1)
             before = self.hold.reduce * min(self.bucket, self.apart) if fills else 0.0
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment) + before
-        # Reduced gradients on their way to the host, at most two buckets of them.
-        landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
-        leaving = (
-            self.leaving * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards if landed > 0 else 0.0
-        )
+        reduced = self.reduced(moment, done) + self.made(run, made)
+        leaving = self._on_their_way(reduced)
+        if self.leaving and not self.apart:
+            return self.tied_head(moment) + self._flying(reduced) + leaving
         if self.apart and run.experts:
             return self.tied_head(moment) + self._while_experts(moment, done, made) + leaving
         return self.tied_head(moment) + self.buckets(2) + leaving
+
+    def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
+        """If gradients leave, also the first and the last block beside which most is in flight."""
+        found = super().blocks_looked_at(run, done)
+        if not self.leaving:
+            return found
+        each, before = max(1, run.block.trained), 0 if self.model.tied else self.ends.head.trained
+        # As a bucket is full, and as the next one fills.
+        ends = self._ends_of_buckets[:-1]
+        near = set()
+        for points in (ends, [end + 1 for end in ends]):
+            sizes = [self._flying(point) + self._on_their_way(point) for point in points]
+            most = [point for point, size in zip(points, sizes, strict=True) if size == max(sizes)]
+            near |= {-int((before - point) // each) - 1 - done for point in most[:1] + most[-1:]}
+        return sorted({*found, *(one for one in near if 0 <= one < run.layers)})
+
+    def _at_full_buckets(self, moment: Moment, run: BlockRun, done: int) -> Iterator[float]:
+        """Beyond ``in_block`` at its first gradient: as each of this block's buckets is full and sent, and copies leave
+        of the one that landed."""
+        begun, over = self.reduced(moment, done), self.reduced(moment, done + 1)
+        counted = self.in_block(moment, run, done, 1) - self.tied_head(moment)
+        for end in self._ends_of_buckets:
+            if begun < end <= over:
+                yield self._flying(end) + self._on_their_way(end) - counted
+
+    def _on_their_way(self, reduced: float) -> float:
+        """Bytes of reduced gradients on their way to the host once so many elements' exist: of the two buckets that
+        landed last. The last full one has not landed yet."""
+        if not self.leaving:
+            return 0.0
+        landed = bisect_right(self._ends_of_buckets, reduced) - 1
+        return self.hold.reduce * sum(
+            one.leaving for one in self._buckets[max(0, landed - IN_FLIGHT) : max(0, landed)]
+        )
+
+    def _flying(self, reduced: float) -> float:
+        """The last full bucket, being sent, and the one that fills; or, as one is full, the one before, which lands."""
+        full = bisect_right(self._ends_of_buckets, reduced)
+        sizes = [one.elements for one in self._buckets]
+        beside = full - 2 if full and self._ends_of_buckets[full - 1] == reduced else full
+        return self.hold.reduce * sum(sizes[one] for one in (full - 1, beside) if 0 <= one < len(sizes))
+
+    @cached_property
+    def _buckets(self) -> list[LeavingBucket]:
+        return leaving_buckets(self.rank.workload, self.rank.shard)
+
+    @cached_property
+    def _ends_of_buckets(self) -> list[int]:
+        """How many elements' gradients exist once each bucket is full."""
+        return list(accumulate(one.elements for one in self._buckets))
 
     def first_product(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
         found = list(super().first_product(moment, run, done, block))
+        if self.leaving and not self.apart:
+            yield from ((size, 0.0) for size in self._at_full_buckets(moment, run, done))
+            # A later product beside a bucket that has been sent meanwhile.
+            first = self.in_block(moment, run, done, 1)
+            for made in (2, 3):
+                more = self.in_block(moment, run, done, made) - first
+                yield from ((size + more, gone) for size, gone in found if more > 0)
         if not (self.apart and run.experts and len(found) > 1):
             yield from found
             return
@@ -126,6 +186,7 @@ class ScatteredGradients(ReplicatedGradients):
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         product, widened = self.of_table
+        left = left.plus("embedding", buffers=self._on_their_way(self.others))
         if self.model.tied:
             yield left.plus(
                 "embedding", activations=entering, buffers=self.tied_head(moment) + product + widened

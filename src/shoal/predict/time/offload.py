@@ -95,14 +95,14 @@ def transfer(
 
     # New weights to return; those of offloaded parameters are fetched in any case.
     back = max(0.0, elements - has.updated * away.params) * each.back / rates.link
-    through_disk = 0.0
-    if _on_nvme(workload, "optimizer"):
-        through_disk = elements * each.states * (1 / rates.disk_read + 1 / rates.disk_write)
+    # States are read ahead of the cores and written behind them, at the same time.
+    read = written = elements * each.states if _on_nvme(workload, "optimizer") else 0.0
     # Gradients are read as they are used, new weights written as they are computed.
     if all_filed:
-        through_disk += elements * each.gradient / rates.disk_read
+        read += elements * each.gradient
     if in_files:
-        through_disk += has.updated * away.params * each.back / rates.disk_write
+        written += has.updated * away.params * each.back
+    through_disk = rates.disk_seconds(read, written)
     # The last block's forward pass comes after its update, and then the head with its loss.
     first = beside.blocks * (1 - 1 / layers)
     # The time until the first micro-batch's gradients overwrite those that the states still need.

@@ -6,10 +6,10 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,19 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> float:
     return statistics.median(found[1:])
 
 
-def disk(folder: Path) -> tuple[float, float]:
-    """Bytes/s written and read as in offload: direct I/O, hashed, several pieces at a time.
+class DiskRates(NamedTuple):
+    """Bytes/s."""
+
+    write: float
+    read: float
+    both: (
+        float | None
+    )  # of half the files, while the others are written: together; None through the page cache
+
+
+def disk(folder: Path) -> DiskRates:
+    """Bytes/s written and read as in offload: direct I/O, hashed, several pieces at a time; and both at once, as
+    an update does.
 
     Falls back to the page cache.
     """
@@ -57,7 +68,7 @@ def disk(folder: Path) -> tuple[float, float]:
         return past_the_cache(place) if direct_problem(place) is None else through_the_cache(place)
 
 
-def past_the_cache(place: Path) -> tuple[float, float]:
+def past_the_cache(place: Path) -> DiskRates:
     """With direct I/O. Files are overwritten, as in every step: the first write takes longer."""
     files, names = DirectFiles(place), list[str]()
     free: SimpleQueue[Tensor] = SimpleQueue()
@@ -72,11 +83,12 @@ def past_the_cache(place: Path) -> tuple[float, float]:
         part.read(buffer := free.get())
         free.put(buffer)
 
-    def rate(move: Callable[[FilePart], None], writes: bool) -> float:
+    def rate(to_write: list[str], to_read: list[str]) -> float:
         start = time.perf_counter()
-        for moving in [files.each(name, move, writes) for name in names]:
+        sides = [(name, write, True) for name in to_write] + [(name, read, False) for name in to_read]
+        for moving in [files.each(*side) for side in sides]:
             moving.result()
-        return files.content / (time.perf_counter() - start)
+        return PIECE * len(sides) / (time.perf_counter() - start)
 
     try:
         start = time.perf_counter()
@@ -84,12 +96,13 @@ def past_the_cache(place: Path) -> tuple[float, float]:
             names.append(str(len(names)))
             files.make(names[-1], PIECE)
             files.each(names[-1], write, writes=True).result()
-        return rate(write, True), rate(read, False)
+        half = len(names) // 2
+        return DiskRates(rate(names, []), rate([], names), rate(names[:half], names[half:]) if half else None)
     finally:
         files.close()
 
 
-def through_the_cache(place: Path) -> tuple[float, float]:
+def through_the_cache(place: Path) -> DiskRates:
     """Through the page cache: written until it is on disk, and read from disk, not from memory."""
     piece = os.urandom(PIECE)  # incompressible, for file systems that compress
     with NamedTemporaryFile(dir=place, buffering=0) as file:
@@ -107,4 +120,4 @@ def through_the_cache(place: Path) -> tuple[float, float]:
         read = 0
         while (got := len(file.read(PIECE))) and time.perf_counter() - start < LONGEST:
             read += got
-        return write, max(read, 1) / (time.perf_counter() - start)
+        return DiskRates(write, max(read, 1) / (time.perf_counter() - start), None)

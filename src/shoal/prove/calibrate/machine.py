@@ -121,8 +121,10 @@ def _measured(
     fast = attempt("links between ranks", lambda: links.links(cluster.devices, on.type == "cpu"))
     tell("done")
     to_device, to_host = both or (None, None)
-    write, read = files or (None, None)
-    copied = Copies(to_device=to_device, to_host=to_host, disk_write=write, disk_read=read)
+    write, read, together = files or (None, None, None)
+    copied = Copies(
+        to_device=to_device, to_host=to_host, disk_write=write, disk_read=read, disk_both=together
+    )
     return _stored(cluster.device, on, seen, work, copied, updated, fast, time.perf_counter() - start)
 
 
@@ -234,6 +236,8 @@ def _lines(stored: Stored) -> Iterator[str]:
         yield f"  optimizer on the host's cores: {seen.host_update / 1e9:.3g} GB/s of memory"
     if copies.disk_write and copies.disk_read:
         yield f"  disk: {copies.disk_write / 1e9:.3g} GB/s written, {copies.disk_read / 1e9:.3g} GB/s read"
+        if copies.disk_both:
+            yield f"  disk: {copies.disk_both / 1e9:.3g} GB/s while it is read and written at once"
     if (fast := stored.fast) is not None and fast.bandwidth:
         yield f"  links ({fast.source}): {fast.bandwidth / 1e9:.3g} GB/s, {(fast.start + fast.hop) * 1e6:.3g} µs"
     else:
