@@ -280,9 +280,8 @@ class FullyShard:
         found: dict[Any, UnitOfPieces] = {}
         for module in self._modules():
             group = _group(module)
-            if (
-                group is not None and group not in found
-            ):  # else it has no parameters, or belongs to a unit of several
+            # None: it has no parameters. Found: it is of a unit of several modules.
+            if group is not None and group not in found:
                 weights = [one.sharded_param for one in group.fsdp_params]
                 found[group] = UnitOfPieces(module, [pieces[one] for one in weights if one in pieces])
         return list(found.values())
