@@ -81,7 +81,7 @@ class InFlight(NamedTuple):
 
     blocks: float
     away: float  # of these, offloaded
-    others: float  # rotary tables; the embedding's dropout mask; the final norm and its output
+    others: float  # rotary tables; what the embedding saves; the final norm and its output
     logits: float
     casts: float  # the blocks' weights cast to the compute precision, if autograd saves them
     head_cast: float  # the head's cast weight
@@ -199,7 +199,8 @@ class RankInventory:
         for layers, one in kinds:
             away += self.away_among(number, begin, begin + layers) * one.resting
             begin += layers
-        others = micro.tables + (micro.norm if stage.last else 0.0) + (micro.dropped if stage.first else 0.0)
+        of_first, of_last = micro.dropped + micro.places, micro.norm
+        others = micro.tables + of_last * stage.last + of_first * stage.first
         messages = 0.0
         if self.workload.layout.pp > 1:
             if not stage.first and kinds[0][1].held_input:
