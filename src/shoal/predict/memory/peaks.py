@@ -250,7 +250,8 @@ class BackwardPass:
                 activations=block.opening - block.inner + (3 if self.work.sp else 2) * stream,
                 buffers=buffers + gradients.in_block(moment, run, done, 0),
             )
-        yield from gradients.before_experts(moment, run, done, left.plus(name, activations=stream))
+        entering = stream + (self.gathered_stream if self.work.sp else 0.0)
+        yield from gradients.before_experts(moment, run, done, left.plus(name, activations=entering))
         early = [one for one in block.working if one.made == 0]
         later = [one for one in block.working if one.made != 0]
         yield from self._worked(run, done, left.plus(name, buffers=buffers), early)

@@ -7,9 +7,10 @@ In a pipeline, weights and gradients stay whole until the end of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
-from shoal.facts.layout.buckets import sharded_dimension
+from shoal.facts.layout.buckets import even_share, sharded_dimension
 from shoal.facts.layout.offload import IN_FLIGHT
 from shoal.facts.layout.parameter_groups import EXPERTS
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
@@ -179,12 +180,20 @@ class ShardedGradients(RankGradients):
         each = expert_elements(self.model, self.layout.tp, self.layout.ep)
         return each * next_unit(self.one, done, self.unit).blocks
 
-    @property
-    def _within_experts(self) -> bool:
-        """Whether experts are sharded by rows of every expert, instead of whole experts per rank."""
-        ranks = self.rank.workload.groups[EXPERTS].sharded.size
-        here = self.model.experts.count // self.layout.ep if self.model.experts else 1
-        return bool(sharded_dimension((here, ranks, 1), ranks))
+    @cached_property
+    def _within_experts(self) -> tuple[int, int]:
+        """Elements of a layer's matrices into and out of experts that are sharded by rows of every expert, instead of
+        whole matrices per rank; 0 if they are not.
+
+        The ways in, gate and up, are twice as many matrices, which more ranks divide.
+        """
+        ranks, model = self.rank.workload.groups[EXPERTS].sharded.size, self.model
+        here = model.experts.count // self.layout.ep if model.experts else 1
+        width = even_share(model.experts.ffn, self.layout.tp) if model.experts else 1
+        ways_in = sharded_dimension((2 * here, width, model.hidden), ranks)
+        return 2 * self.down[True] * ways_in, self.down[True] * sharded_dimension(
+            (here, model.hidden, width), ranks
+        )
 
     # Gradients in flight.
 
@@ -287,7 +296,8 @@ class ShardedGradients(RankGradients):
         """
         if not (self.frees and self._apart(run, done)):
             return
-        copies = self.hold.compute * self._apart(run, done) * (2 if self._within_experts else 1)
+        blocks = next_unit(self.one, done, self.unit).blocks
+        copies = self.hold.compute * (self._apart(run, done) + sum(self._within_experts) * blocks)
         yield left.plus(
             left.name, grads=self.held(moment, done), buffers=copies + self.in_block(moment, run, done, 0)
         )
@@ -302,9 +312,9 @@ class ShardedGradients(RankGradients):
         freed = self.hold.compute * apart if self.frees else 0.0
         passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
         passing += (self.hold.compute + self.hold.reduce) * apart
-        if self._within_experts:
-            # Each gradient is rearranged by rank and then freed; the last one when all are sent.
-            passing += self.hold.compute * self.down[True]
+        # Within experts, each gradient is rearranged by rank and then freed; the last one when all are sent.
+        ways_in, way_out = self._within_experts
+        passing += self.hold.compute * (way_out or ways_in)
         yield left.plus(
             left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
         )
