@@ -101,7 +101,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # way in and, of a gate, its output and the gradient of what it gates.
     adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
     if routed.whole:
-        adding = parts.all - parts.mlp + stream + routed.whole / work.parts
+        adding = parts.all - parts.mlp + routed.shared + stream + routed.whole / work.parts
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
@@ -113,7 +113,9 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         held_input=held_input,
         reads_input=parts.has_input,
         forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
-        after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
+        after_experts=(
+            parts.all - parts.mlp + routed.shared + stream + routed.whole - shared if routed.whole else 0.0
+        ),
         adding_way_in=adding - shared,
         released=routed.whole + 3 * routed.inner if routed.inner else 0.0,
         added_ways_in=2 if routed.inner and model.gated else 1,
@@ -380,7 +382,8 @@ def _working(
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
     if routed.inner:
         entering = ways_in * inner + routed.whole
-    entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
+    # Shared experts, whose backward pass comes after that of the routed, still hold their tensors.
+    entered = BlockPeak(held - mlp + routed.shared + stream + entering + routed.whole, 1 + ways_in)
     if routed.whole and work.parts > 1:
         # Weight gradients of the last part of the tokens; those of the previous part wait to be added.
         entered = entered._replace(bytes=entered.bytes - entering / work.parts, waiting=ways_in)

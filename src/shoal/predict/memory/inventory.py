@@ -66,14 +66,24 @@ class RankStage(NamedTuple):
     ends: ParameterCount  # embedding, final norm and head, whichever are on this stage
 
     def last_blocks(self, count: int) -> ParameterCount:
-        """The last ``count`` blocks, whose backward passes come first; runs here differ only in what is frozen."""
-        if not any(run.frozen for run in self.runs):
-            return ParameterCount(*(value * count // self.layers for value in self.blocks))
+        """The last ``count`` blocks, whose backward passes come first."""
+        if len(self.runs) == 1:
+            return self.runs[0].block.times(count)
         found, left = ParameterCount(), count
         for run in reversed(self.runs):
             found = total((found, run.block.times(min(left, run.layers))))
             left -= min(left, run.layers)
         return found
+
+
+    def share_of_experts(self, count: int) -> float:
+        """The share of the stage's blocks with experts that are among the last ``count``."""
+        found, left, all_here = 0, count, 0
+        for run in reversed(self.runs):
+            found += min(left, run.layers) * run.experts
+            all_here += run.layers * run.experts
+            left -= min(left, run.layers)
+        return found / all_here if all_here else 0.0
 
 
 class InFlight(NamedTuple):

@@ -83,9 +83,13 @@ class ShardedGradients(RankGradients):
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
-            # Gradients of unsharded experts are in buckets of their own from the start.
+            # Gradients of unsharded experts are in buckets of their own from the start; if no other rank has these
+            # experts, each is allocated as it is computed.
             waiting = 0 if self.adapters_only else self.rank.all_whole_experts - self.rank.lone_experts
-            waiting -= waiting * self._blocks_arrived(done) // self.one.layers
+            waiting -= round(waiting * self.one.share_of_experts(self._blocks_arrived(done)))
+            if self.rank.lone_experts and done is not None and done < self.one.layers:
+                here = self.rank.run_of(0, self.one.layers - 1 - done).experts
+                waiting += min(made, self.rank.whole_experts) * here
             if self.waits:
                 return self.hold.reduce * (self._arrived(done) + waiting)
             return self.hold.gradient * (self._kept(0, self._arrived(done)) + self.stay * waiting)
@@ -213,8 +217,14 @@ class ShardedGradients(RankGradients):
             before = self._unit(run, done - of_unit - 1).whole - self._apart(run, done - of_unit - 1)
         else:
             before = 0 if self.model.tied else self.ends.head.trained + self.ends.norm.trained
-        own = self.hold.compute * (of_unit * run.block.whole + self.made(run, made))
+        own = self.hold.compute * (of_unit * self._block(run).whole + self._waiting(run, made))
         return gathered + own + self.hold.reduce * before + self.tied_head(moment) + self._landing(run, done)
+
+    def _waiting(self, run: BlockRun, made: float | None) -> int:
+        """Elements of a block's first gradients that wait for the rest of their unit; unsharded experts' do not."""
+        if not (run.experts and self.rank.whole_experts):
+            return self.made(run, made)
+        return self._block(run).whole if made is None else 0
 
     def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
         """Reduced gradients of the two previous units: replicas' sums still in the reduction precision, and those on
@@ -255,7 +265,24 @@ class ShardedGradients(RankGradients):
     def first_product(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        yield 0.0, 0.0
+        """Only unsharded experts accumulate one by one; if no other rank has them, a first gradient is widened."""
+        if not (run.experts and self.rank.whole_experts):
+            yield 0.0, 0.0
+            return
+        first, *others = super().first_product(moment, run, done, block)
+        if not self.rank.lone_experts or moment.before or self.adapters_only:
+            yield first
+            yield from others
+            return
+        widened, product = (width * self.made(run, 1) for width in (self.hold.gradient, self.hold.compute))
+        yield first[0] - widened * self.stay, first[1]
+        yield from others
+        ways_in = block.added_ways_in * (product + widened)
+        yield ways_in, block.opening - block.adding_way_in
+
+    def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
+        """The widened gradient of unsharded experts, whose weights are not cast."""
+        return product + added, block.released or block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """Blocks near the ends too, because inner blocks have more gathered and in flight than the outermost ones.
