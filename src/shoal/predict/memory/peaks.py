@@ -277,7 +277,7 @@ class BackwardPass:
         self, run: BlockRun, done: int, left: Peak, moments: list[BlockPeak], put_off: float = 0.0
     ) -> Iterator[Peak]:
         gradients = self.gradients
-        for size, count, exchange, waiting in moments:
+        for size, count, exchange, waiting, added in moments:
             # By then some projections are done, unless their weight gradients are deferred.
             made = gradients.made(run, count)
             used = made * self.rank.hold.compute if self.rank.casts else 0
@@ -286,7 +286,7 @@ class BackwardPass:
                 grads=gradients.held(self.moment, done, made),
                 activations=size + put_off,
                 buffers=exchange
-                + gradients.added_up_by_part(run, waiting)
+                + gradients.added_up_by_part(run, waiting, added)
                 - used
                 + gradients.in_block(self.moment, run, done, count),
             )
