@@ -110,7 +110,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # way in and, of a gate, its output and the gradient of what it gates.
     adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
     if routed.whole:
-        adding = parts.all - parts.mlp + routed.shared + stream + routed.whole / work.parts
+        adding = parts.all - parts.mlp + _behind_routed(model, routed, work) + stream
+        adding += routed.whole / work.parts + 2 * routed.sent * (1 - 1 / work.parts)
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
@@ -121,9 +122,13 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         deferred=deferred,
         held_input=held_input,
         reads_input=parts.has_input,
-        forward=forward - parts.all if forward and routed.sent < routed.whole and work.recompute == "none" else 0.0,
+        forward=forward - parts.all
+        if forward and routed.sent < routed.whole and work.recompute == "none"
+        else 0.0,
         after_experts=(
-            parts.all - parts.mlp + routed.shared + stream + routed.left(work) - shared if routed.whole else 0.0
+            parts.all - parts.mlp + _behind_routed(model, routed, work) + stream + routed.left(work) - shared
+            if routed.whole
+            else 0.0
         ),
         adding_way_in=adding - shared,
         released=routed.whole + (2 + 1 / work.parts) * routed.inner if routed.inner else 0.0,
@@ -368,8 +373,17 @@ def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWor
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # shared experts' output
     copies = 2 * routed.whole if routed.sent < routed.whole else 0.0
-    arrived = (copies + 3 * routed.sent) / work.parts + 2 * routed.sent * (1 - 1 / work.parts) + routed.crossed
+    arrived = (
+        (copies + 3 * routed.sent) / work.parts + 2 * routed.sent * (1 - 1 / work.parts) + routed.crossed
+    )
     return kept - routed.returned + of_shared + gathered + 3 * stream + arrived
+
+
+def _behind_routed(model: Model, routed: RoutedTokens, work: BlockWorkload) -> float:
+    """What shared experts, whose backward pass comes after that of the routed, still hold: their tensors, and the
+    gradient of their output if it was gathered."""
+    gathered = work.compute * model.hidden * work.tokens if work.sp else 0.0
+    return routed.shared + gathered if routed.shared else 0.0
 
 
 def _working(
@@ -393,14 +407,14 @@ def _working(
     entering = inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole
     if routed.inner:
         entering = (ways_in * inner + routed.whole) / work.parts + routed.entering(work)
-    # Shared experts, whose backward pass comes after that of the routed, still hold their tensors.
-    entered = [BlockPeak(held - mlp + routed.shared + stream + entering, 1 + ways_in)]
+    left = held - mlp + _behind_routed(model, routed, work) + stream
+    entered = [BlockPeak(left + entering, 1 + ways_in)]
     if routed.whole and work.parts > 1:
         # Weight gradients of the last part of the tokens; those of the previous part wait, and are then added.
         added = entering - (ways_in * inner + routed.whole) / work.parts
         entered = [
             entered[0]._replace(waiting=ways_in),
-            BlockPeak(held - mlp + routed.shared + stream + added, 1 + ways_in, waiting=ways_in, added=ways_in),
+            BlockPeak(left + added, 1 + ways_in, waiting=ways_in, added=ways_in),
         ]
     later = (
         # The second norm, after the MLP's tensors are freed. In one precision, the stream's two gradients are the same

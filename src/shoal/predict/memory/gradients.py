@@ -128,10 +128,14 @@ class RankGradients:
             yield 0.0, 0.0
             return
         matrix, first = self.made(run, 1), self.piecemeal and moment.before is not GradientProgress.ALL
-        product, added = self.hold.compute * matrix, 0.0 if first else self.width * matrix
+        alone = run.experts and self.rank.lone_experts > 0 and not moment.before
+        product, widened = self.hold.compute * matrix, self.width * matrix
+        added = 0.0 if first or alone else widened
         if self.widens:
-            yield product, 0.0
+            # A first gradient of experts that no other rank has is held from when it is widened.
+            yield product - alone * widened * self.stay, 0.0
             yield self.added_up(product, added, block)
+            added = widened if alone else added
             if added and (count := block.added_ways_in):
                 into, _ = self.added_up(count * product, count * added, block)
                 into += self._of_other_part(run, max(one.added for one in block.working))

@@ -75,7 +75,6 @@ class RankStage(NamedTuple):
             left -= min(left, run.layers)
         return found
 
-
     def share_of_experts(self, count: int) -> float:
         """The share of the stage's blocks with experts that are among the last ``count``."""
         found, left, all_here = 0, count, 0

@@ -265,20 +265,11 @@ class ShardedGradients(RankGradients):
     def first_product(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        """Only unsharded experts accumulate one by one; if no other rank has them, a first gradient is widened."""
-        if not (run.experts and self.rank.whole_experts):
+        """Only unsharded experts accumulate one by one."""
+        if run.experts and self.rank.whole_experts:
+            yield from super().first_product(moment, run, done, block)
+        else:
             yield 0.0, 0.0
-            return
-        first, *others = super().first_product(moment, run, done, block)
-        if not self.rank.lone_experts or moment.before or self.adapters_only:
-            yield first
-            yield from others
-            return
-        widened, product = (width * self.made(run, 1) for width in (self.hold.gradient, self.hold.compute))
-        yield first[0] - widened * self.stay, first[1]
-        yield from others
-        ways_in = block.added_ways_in * (product + widened)
-        yield ways_in, block.opening - block.adding_way_in
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
         """The widened gradient of unsharded experts, whose weights are not cast."""
