@@ -20,7 +20,6 @@ from shoal.predict.memory.logits import Logits, logits
 from shoal.predict.rank_parameters import in_block
 from shoal.predict.workload import Workload
 
-
 # A split embedding saves for each token its row here, and whether it is here.
 PLACE_BYTES = 8 + 1
 
