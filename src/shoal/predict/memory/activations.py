@@ -122,7 +122,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         deferred=deferred,
         held_input=held_input,
         reads_input=parts.has_input,
-        forward=forward - parts.all
+        forward=forward - parts.all - stream  # no gradient has entered yet
         if forward and routed.sent < routed.whole and work.recompute == "none"
         else 0.0,
         after_experts=(
