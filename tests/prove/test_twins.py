@@ -386,6 +386,13 @@ def test_data_ranks_that_keep_different_shares_of_their_states_each_cost_what_is
     assert (worst.peak_allocated, worst.host) == (ranks[3].peak_allocated, ranks[2].host)
 
 
+def test_a_split_embedding_and_a_loss_cost_what_is_predicted_to_the_byte() -> None:
+    """Nine bytes and one per token: few, but two moments may be as close."""
+    found = dryrun(ask("tp=2,offload=optimizer", {"layers": 4}, precision="bf16"), 0)
+    assert abs(found.memory.peak_allocated - found.predicted.peak_allocated) <= 4
+    assert found.differences(0) == []
+
+
 @pytest.mark.parametrize("what", ["optimizer", "params"])
 def test_a_bucket_that_a_fraction_cuts_keeps_nothing_of_what_leaves(what: str) -> None:
     workload = ask(f"fsdp=2,zero=2,offload={what}:0.5", {"layers": 4})

@@ -49,6 +49,15 @@ class RoutedTokens(NamedTuple):
     shared: float = 0.0  # saved by shared experts
     crossed: float = 0.0  # tokens received from other nodes, each once
 
+    def entering(self, work: BlockWorkload) -> float:
+        """Gradients of the experts' outputs: of one part of the tokens as experts take them, of the other in transit,
+        where they have left as well as where they arrive."""
+        return self.whole / work.parts + 2 * self.sent * (1 - 1 / work.parts)
+
+    def left(self, work: BlockWorkload) -> float:
+        """Gradients of the experts' inputs once their backward pass is over: in transit, unless experts are here."""
+        return self.whole if work.ep == 1 else 2 * (self.crossed or self.sent)
+
 
 @lru_cache(maxsize=65536)
 def block_activations(model: Model, experts: bool, window: bool, work: BlockWorkload) -> BlockActivations:
@@ -81,7 +90,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     opening = parts.all + stream + gathered + c * inner
     if routed.inner:
         # The gradient of the experts' outputs; the recomputed product, and the gradients of gate and up.
-        opening = parts.all - routed.returned + stream + routed.whole + 3 * routed.inner
+        opening = parts.all - routed.returned + stream + routed.entering(work) + 3 * routed.inner / work.parts
     if model.output_norms:
         # The stream has one gradient, and the MLP's output behind the norm another.
         opening += (0.0 if work.sp else stream) - parts.output_norm
@@ -90,8 +99,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     if routed.whole:
         forward = in_computing(model, parts.all, routed, work)
         mixing = in_mixing(model, parts.all, stream, gathered, routed, work)
-        if forward and work.recompute != "none":
-            mixing = max(mixing, forward + stream)
+        if work.recompute != "none":
+            mixing = max(mixing, forward)
         working = (BlockPeak(mixing, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after another, so these are reordered. With recomputation this
@@ -101,7 +110,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # way in and, of a gate, its output and the gradient of what it gates.
     adding = parts.all + stream - 2 * c * inner + c * model.hidden * tokens
     if routed.whole:
-        adding = parts.all - parts.mlp + stream + routed.whole / work.parts
+        adding = parts.all - parts.mlp + _behind_routed(model, routed, work) + stream
+        adding += routed.whole / work.parts + 2 * routed.sent * (1 - 1 / work.parts)
     return BlockActivations(
         resting=resting,
         working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
@@ -112,10 +122,16 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         deferred=deferred,
         held_input=held_input,
         reads_input=parts.has_input,
-        forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
-        after_experts=parts.all - parts.mlp + stream + routed.whole - shared if routed.whole else 0.0,
+        forward=forward - parts.all - stream  # no gradient has entered yet
+        if forward and routed.sent < routed.whole and work.recompute == "none"
+        else 0.0,
+        after_experts=(
+            parts.all - parts.mlp + _behind_routed(model, routed, work) + stream + routed.left(work) - shared
+            if routed.whole
+            else 0.0
+        ),
         adding_way_in=adding - shared,
-        released=routed.whole + 3 * routed.inner if routed.inner else 0.0,
+        released=routed.whole + (2 + 1 / work.parts) * routed.inner if routed.inner else 0.0,
         added_ways_in=2 if routed.inner and model.gated else 1,
     )
 
@@ -345,19 +361,29 @@ def in_mixing(
 
 
 def in_computing(model: Model, kept: float, routed: RoutedTokens, work: BlockWorkload) -> float:
-    """Peak of the forward pass when tokens' features are split over tensor ranks: as the experts' outputs are summed.
+    """Peak of the forward pass: as the outputs of experts on other ranks are sent back.
 
-    Tokens as received from other nodes and inside the node, the sum, the outputs, and a copy of those in rank order.
-    All of the block's tokens are still alive: its input, attention's output and their sum. 0 if features are not
-    split.
+    Tokens as received, from other nodes too, and as grouped by expert; the outputs, and with features split over tensor
+    ranks a copy of those in rank order and the sum; of the other part of the tokens, what is in transit. All of the
+    block's tokens are still alive: its input, attention's output and their sum. 0 if all experts are here.
     """
-    if routed.sent == routed.whole:
+    if work.ep == 1:
         return 0.0
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
     of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # shared experts' output
-    arrived = 2 * routed.whole / work.parts + routed.sent + routed.crossed
-    return kept + of_shared + gathered + 3 * stream + arrived
+    copies = 2 * routed.whole if routed.sent < routed.whole else 0.0
+    arrived = (
+        (copies + 3 * routed.sent) / work.parts + 2 * routed.sent * (1 - 1 / work.parts) + routed.crossed
+    )
+    return kept - routed.returned + of_shared + gathered + 3 * stream + arrived
+
+
+def _behind_routed(model: Model, routed: RoutedTokens, work: BlockWorkload) -> float:
+    """What shared experts, whose backward pass comes after that of the routed, still hold: their tensors, and the
+    gradient of their output if it was gathered."""
+    gathered = work.compute * model.hidden * work.tokens if work.sp else 0.0
+    return routed.shared + gathered if routed.shared else 0.0
 
 
 def _working(
@@ -376,14 +402,20 @@ def _working(
     # The MLP's dropout comes first, so its mask is freed.
     held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
-    # The way in: the input gradients of gate_proj and up_proj, still separate; experts have them as one projection.
-    entering = inner + ways_in * (routed.whole or c * model.hidden * tokens)
+    # The way in: the input gradients of gate_proj and up_proj, still separate; experts have them as one projection, and
+    # of one part of the tokens.
+    entering = inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole
     if routed.inner:
-        entering = ways_in * inner + routed.whole
-    entered = BlockPeak(held - mlp + stream + entering + routed.whole, 1 + ways_in)
+        entering = (ways_in * inner + routed.whole) / work.parts + routed.entering(work)
+    left = held - mlp + _behind_routed(model, routed, work) + stream
+    entered = [BlockPeak(left + entering, 1 + ways_in)]
     if routed.whole and work.parts > 1:
-        # Weight gradients of the last part of the tokens; those of the previous part wait to be added.
-        entered = entered._replace(bytes=entered.bytes - entering / work.parts, waiting=ways_in)
+        # Weight gradients of the last part of the tokens; those of the previous part wait, and are then added.
+        added = entering - (ways_in * inner + routed.whole) / work.parts
+        entered = [
+            entered[0]._replace(waiting=ways_in),
+            BlockPeak(left + added, 1 + ways_in, waiting=ways_in, added=ways_in),
+        ]
     later = (
         # The second norm, after the MLP's tensors are freed. In one precision, the stream's two gradients are the same
         # tensor.
@@ -404,13 +436,22 @@ def _working(
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
     # The activation function: the gradients of its two factors; their product's gradient has been freed.
-    activation = BlockPeak(held - routed.returned + stream + ways_in * inner, 1)
+    activation = [BlockPeak(held - routed.returned + stream + ways_in * inner, 1)]
     if routed.inner:
         # For experts: before their first weight gradient, which needs the product and the gradient of their outputs.
-        activation = BlockPeak(held - routed.returned + stream + routed.whole + 4 * routed.inner, 0)
+        before = held - routed.returned + stream + routed.entering(work)
+        activation = [BlockPeak(before + 4 * routed.inner / work.parts, 0)]
+        if work.parts > 1:
+            # Of the last part: the previous one's tensors are gone, and its weight gradients wait. At its own first
+            # gradient, that of the product is gone.
+            before -= (routed.whole + ways_in * routed.inner) * (1 - 1 / work.parts)
+            activation += [
+                BlockPeak(before + 4 * routed.inner / work.parts, 0, waiting=1 + ways_in),
+                BlockPeak(before + 3 * routed.inner / work.parts, 1, waiting=1 + ways_in),
+            ]
     # The first norm, with nothing else of the block left and all its weight gradients computed.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    found = activation, entered, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    found = *activation, *entered, BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
     if not model.output_norms:
         return found
     return BlockPeak(held + norm_backward(model, work) + stream, 0), *found

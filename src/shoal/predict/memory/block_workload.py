@@ -17,6 +17,7 @@ class BlockPeak(NamedTuple):
     made: float | None  # how many of the MLP's weight gradients exist by then; None: all of the block's
     exchange: float = 0.0  # counted as buffers: what context ranks send and receive
     waiting: int = 0  # how many of the MLP's weight gradients wait for those of other tokens
+    added: int = 0  # and how many of those are being added to them
 
 
 class BlockActivations(NamedTuple):

@@ -80,11 +80,12 @@ class RankGradients:
         whole = run.block.whole if count is None else round(count * self.down[run.experts])
         return min(whole, run.block.trained) if run.frozen else whole
 
-    def added_up_by_part(self, run: BlockRun, count: int) -> float:
+    def added_up_by_part(self, run: BlockRun, waiting: int, added: int) -> float:
         """Bytes of the experts' gradients of one part of the tokens, waiting to be added to the other part's, and of
-        the other part's products.
+        the other part's products as they are added.
         """
-        return self._of_other_part(run, count) + self.hold.compute * self.made(run, count) if count else 0.0
+        products = self.hold.compute * self.made(run, added) if added else 0.0
+        return self._of_other_part(run, waiting) + products
 
     def _of_other_part(self, run: BlockRun, count: int) -> float:
         waiting = self.width if self.rank.lone_experts else self.handed_on
@@ -127,13 +128,17 @@ class RankGradients:
             yield 0.0, 0.0
             return
         matrix, first = self.made(run, 1), self.piecemeal and moment.before is not GradientProgress.ALL
-        product, added = self.hold.compute * matrix, 0.0 if first else self.width * matrix
+        alone = run.experts and self.rank.lone_experts > 0 and not moment.before
+        product, widened = self.hold.compute * matrix, self.width * matrix
+        added = 0.0 if first or alone else widened
         if self.widens:
-            yield product, 0.0
+            # A first gradient of experts that no other rank has is held from when it is widened.
+            yield product - alone * widened * self.stay, 0.0
             yield self.added_up(product, added, block)
+            added = widened if alone else added
             if added and (count := block.added_ways_in):
                 into, _ = self.added_up(count * product, count * added, block)
-                into += self._of_other_part(run, max(one.waiting for one in block.working))
+                into += self._of_other_part(run, max(one.added for one in block.working))
                 yield into, block.opening - block.adding_way_in
         else:
             yield added, 0.0

@@ -66,14 +66,23 @@ class RankStage(NamedTuple):
     ends: ParameterCount  # embedding, final norm and head, whichever are on this stage
 
     def last_blocks(self, count: int) -> ParameterCount:
-        """The last ``count`` blocks, whose backward passes come first; runs here differ only in what is frozen."""
-        if not any(run.frozen for run in self.runs):
-            return ParameterCount(*(value * count // self.layers for value in self.blocks))
+        """The last ``count`` blocks, whose backward passes come first."""
+        if len(self.runs) == 1:
+            return self.runs[0].block.times(count)
         found, left = ParameterCount(), count
         for run in reversed(self.runs):
             found = total((found, run.block.times(min(left, run.layers))))
             left -= min(left, run.layers)
         return found
+
+    def share_of_experts(self, count: int) -> float:
+        """The share of the stage's blocks with experts that are among the last ``count``."""
+        found, left, all_here = 0, count, 0
+        for run in reversed(self.runs):
+            found += min(left, run.layers) * run.experts
+            all_here += run.layers * run.experts
+            left -= min(left, run.layers)
+        return found / all_here if all_here else 0.0
 
 
 class InFlight(NamedTuple):
@@ -81,7 +90,7 @@ class InFlight(NamedTuple):
 
     blocks: float
     away: float  # of these, offloaded
-    others: float  # rotary tables; the embedding's dropout mask; the final norm and its output
+    others: float  # rotary tables; what the embedding saves; the final norm and its output
     logits: float
     casts: float  # the blocks' weights cast to the compute precision, if autograd saves them
     head_cast: float  # the head's cast weight
@@ -199,7 +208,8 @@ class RankInventory:
         for layers, one in kinds:
             away += self.away_among(number, begin, begin + layers) * one.resting
             begin += layers
-        others = micro.tables + (micro.norm if stage.last else 0.0) + (micro.dropped if stage.first else 0.0)
+        of_first, of_last = micro.dropped + micro.places, micro.norm
+        others = micro.tables + of_last * stage.last + of_first * stage.first
         messages = 0.0
         if self.workload.layout.pp > 1:
             if not stage.first and kinds[0][1].held_input:

@@ -47,8 +47,9 @@ def logits(
     if stack.loss == "fused":
         here = min(tokens, stack.loss_tokens or tokens_at_once(rows))
         return Logits(
-            # Per token: the largest logit (twice), the sum, the target's logit, ln Σ exp, the factor.
-            peak=(hold.compute * rows + 6 * hold.wide) * here,
+            # Per token, as losses are summed: the largest logit, the sum, the target's logit, ln Σ exp, the loss, the
+            # loss or 0, and whether it counts.
+            peak=(hold.compute * rows + 6 * hold.wide + 1) * here,
             # The gradients of the hidden states; if ``later``, the hidden states and ln Σ exp per token.
             resting=(hold.compute * model.hidden + later * hold.wide) * tokens,
             copy=copy,

@@ -20,6 +20,9 @@ from shoal.predict.memory.logits import Logits, logits
 from shoal.predict.rank_parameters import in_block
 from shoal.predict.workload import Workload
 
+# A split embedding saves for each token its row here, and whether it is here.
+PLACE_BYTES = 8 + 1
+
 
 class BlockKind(NamedTuple):
     experts: bool
@@ -38,6 +41,7 @@ class MicroBatchBytes(NamedTuple):
     tables: float  # rotary position tables
     stream: float  # one copy of the residual stream
     dropped: float  # dropout mask of the embedding
+    places: float  # rows of a split embedding that the tokens are looked up in
 
 
 def parameters_are_sharded(workload: Workload) -> bool:
@@ -155,4 +159,5 @@ def _counted(
         tables=tables * hold.wide * rotary * work.tokens,
         stream=stream,
         dropped=model.hidden * work.stream if work.dropout or work.stack.dropout else 0.0,
+        places=PLACE_BYTES * work.tokens if work.tp > 1 and not lora and EMBEDDING not in frozen else 0.0,
     )

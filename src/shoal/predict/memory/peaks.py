@@ -250,7 +250,8 @@ class BackwardPass:
                 activations=block.opening - block.inner + (3 if self.work.sp else 2) * stream,
                 buffers=buffers + gradients.in_block(moment, run, done, 0),
             )
-        yield from gradients.before_experts(moment, run, done, left.plus(name, activations=stream))
+        entering = stream + (self.gathered_stream if self.work.sp else 0.0)
+        yield from gradients.before_experts(moment, run, done, left.plus(name, activations=entering))
         early = [one for one in block.working if one.made == 0]
         later = [one for one in block.working if one.made != 0]
         yield from self._worked(run, done, left.plus(name, buffers=buffers), early)
@@ -276,7 +277,7 @@ class BackwardPass:
         self, run: BlockRun, done: int, left: Peak, moments: list[BlockPeak], put_off: float = 0.0
     ) -> Iterator[Peak]:
         gradients = self.gradients
-        for size, count, exchange, waiting in moments:
+        for size, count, exchange, waiting, added in moments:
             # By then some projections are done, unless their weight gradients are deferred.
             made = gradients.made(run, count)
             used = made * self.rank.hold.compute if self.rank.casts else 0
@@ -285,7 +286,7 @@ class BackwardPass:
                 grads=gradients.held(self.moment, done, made),
                 activations=size + put_off,
                 buffers=exchange
-                + gradients.added_up_by_part(run, waiting)
+                + gradients.added_up_by_part(run, waiting, added)
                 - used
                 + gradients.in_block(self.moment, run, done, count),
             )

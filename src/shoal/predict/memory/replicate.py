@@ -26,7 +26,7 @@ class ReplicatedGradients(RankGradients):
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not self.rank.lone_experts or moment.before:
             return self.complete
-        left = 1 - (done or 0) / self.stage(moment).layers
+        left = 1 - self.stage(moment).share_of_experts(done or 0)
         missing = self.hold.gradient * self.stay * max(0.0, self.rank.lone_experts * left - made)
         return max(0.0, self.complete - missing)
 
@@ -39,8 +39,10 @@ class ReplicatedGradients(RankGradients):
     def reduced(self, moment: Moment, done: int) -> float:
         """Parameters whose gradients are complete after ``done`` blocks."""
         stage = self.stage(moment)
-        summed = stage.blocks.trained - self.rank.lone_experts
-        return (0 if self.model.tied else self.ends.head.trained) + summed * done / stage.layers
+        summed = stage.last_blocks(done).trained
+        if self.rank.lone_experts:
+            summed -= round(self.rank.lone_experts * stage.share_of_experts(done))
+        return (0 if self.model.tied else self.ends.head.trained) + summed
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:
         if not self.travels_as_copy:

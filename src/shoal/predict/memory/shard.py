@@ -7,9 +7,10 @@ In a pipeline, weights and gradients stay whole until the end of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
-from shoal.facts.layout.buckets import sharded_dimension
+from shoal.facts.layout.buckets import even_share, sharded_dimension
 from shoal.facts.layout.offload import IN_FLIGHT
 from shoal.facts.layout.parameter_groups import EXPERTS
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
@@ -83,9 +84,13 @@ class ShardedGradients(RankGradients):
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
-            # Gradients of unsharded experts are in buckets of their own from the start.
+            # Gradients of unsharded experts are in buckets of their own from the start; if no other rank has these
+            # experts, each is allocated as it is computed.
             waiting = 0 if self.adapters_only else self.rank.all_whole_experts - self.rank.lone_experts
-            waiting -= waiting * self._blocks_arrived(done) // self.one.layers
+            waiting -= round(waiting * self.one.share_of_experts(self._blocks_arrived(done)))
+            if self.rank.lone_experts and done is not None and done < self.one.layers:
+                here = self.rank.run_of(0, self.one.layers - 1 - done).experts
+                waiting += min(made, self.rank.whole_experts) * here
             if self.waits:
                 return self.hold.reduce * (self._arrived(done) + waiting)
             return self.hold.gradient * (self._kept(0, self._arrived(done)) + self.stay * waiting)
@@ -180,12 +185,20 @@ class ShardedGradients(RankGradients):
         each = expert_elements(self.model, self.layout.tp, self.layout.ep)
         return each * next_unit(self.one, done, self.unit).blocks
 
-    @property
-    def _within_experts(self) -> bool:
-        """Whether experts are sharded by rows of every expert, instead of whole experts per rank."""
-        ranks = self.rank.workload.groups[EXPERTS].sharded.size
-        here = self.model.experts.count // self.layout.ep if self.model.experts else 1
-        return bool(sharded_dimension((here, ranks, 1), ranks))
+    @cached_property
+    def _within_experts(self) -> tuple[int, int]:
+        """Elements of a layer's matrices into and out of experts that are sharded by rows of every expert, instead of
+        whole matrices per rank; 0 if they are not.
+
+        The ways in, gate and up, are twice as many matrices, which more ranks divide.
+        """
+        ranks, model = self.rank.workload.groups[EXPERTS].sharded.size, self.model
+        here = model.experts.count // self.layout.ep if model.experts else 1
+        width = even_share(model.experts.ffn, self.layout.tp) if model.experts else 1
+        ways_in = sharded_dimension((2 * here, width, model.hidden), ranks)
+        return 2 * self.down[True] * ways_in, self.down[True] * sharded_dimension(
+            (here, model.hidden, width), ranks
+        )
 
     # Gradients in flight.
 
@@ -205,8 +218,14 @@ class ShardedGradients(RankGradients):
             before = self._unit(run, done - of_unit - 1).whole - self._apart(run, done - of_unit - 1)
         else:
             before = 0 if self.model.tied else self.ends.head.trained + self.ends.norm.trained
-        own = self.hold.compute * (of_unit * run.block.whole + self.made(run, made))
+        own = self.hold.compute * (of_unit * self._block(run).whole + self._waiting(run, made))
         return gathered + own + self.hold.reduce * before + self.tied_head(moment) + self._landing(run, done)
+
+    def _waiting(self, run: BlockRun, made: float | None) -> int:
+        """Elements of a block's first gradients that wait for the rest of their unit; unsharded experts' do not."""
+        if not (run.experts and self.rank.whole_experts):
+            return self.made(run, made)
+        return self._block(run).whole if made is None else 0
 
     def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
         """Reduced gradients of the two previous units: replicas' sums still in the reduction precision, and those on
@@ -249,7 +268,15 @@ class ShardedGradients(RankGradients):
     def first_product(
         self, moment: Moment, run: BlockRun, done: int, block: BlockActivations
     ) -> Iterator[tuple[float, float]]:
-        yield 0.0, 0.0
+        """Only unsharded experts accumulate one by one."""
+        if run.experts and self.rank.whole_experts:
+            yield from super().first_product(moment, run, done, block)
+        else:
+            yield 0.0, 0.0
+
+    def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
+        """The widened gradient of unsharded experts, whose weights are not cast."""
+        return product + added, block.released or block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """Blocks near the ends too, because inner blocks have more gathered and in flight than the outermost ones.
@@ -290,7 +317,8 @@ class ShardedGradients(RankGradients):
         """
         if not (self.frees and self._apart(run, done)):
             return
-        copies = self.hold.compute * self._apart(run, done) * (2 if self._within_experts else 1)
+        blocks = next_unit(self.one, done, self.unit).blocks
+        copies = self.hold.compute * (self._apart(run, done) + sum(self._within_experts) * blocks)
         yield left.plus(
             left.name, grads=self.held(moment, done), buffers=copies + self.in_block(moment, run, done, 0)
         )
@@ -305,9 +333,9 @@ class ShardedGradients(RankGradients):
         freed = self.hold.compute * apart if self.frees else 0.0
         passing = self._gathered(run, done) - freed + self.tied_head(moment) + self._landing(run, done)
         passing += (self.hold.compute + self.hold.reduce) * apart
-        if self._within_experts:
-            # Each gradient is rearranged by rank and then freed; the last one when all are sent.
-            passing += self.hold.compute * self.down[True]
+        # Within experts, each gradient is rearranged by rank and then freed; the last one when all are sent.
+        ways_in, way_out = self._within_experts
+        passing += self.hold.compute * (way_out or ways_in)
         yield left.plus(
             left.name, grads=self.held(moment, done), activations=block.after_experts, buffers=passing
         )

@@ -33,11 +33,13 @@ class ScatteredGradients(ReplicatedGradients):
         # Parameters in a full bucket. A token embedding gets a bucket of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
-        self.apart = 0
+        self.apart = self.in_buckets = 0
         # Routed experts are a group of their own, even if as many ranks shard them as shard the rest.
         if self.model.experts is not None and not self.adapters_only:
             layers = sum(run.layers for one in rank.stages for run in one.runs if run.experts)
             self.apart = layers * expert_elements(self.model, self.layout.tp, self.layout.ep)
+            # Gradients of experts that no other rank has are not sent.
+            self.in_buckets = 0 if rank.lone_experts else self.apart
         workload = rank.workload
         here = rank_parameters(workload.layout, workload.model, workload.cut_by, rank.number)
         matrices = [one.size for block in (here.dense_block, here.sparse_block) for one in block.tensors]
@@ -79,7 +81,7 @@ class ScatteredGradients(ReplicatedGradients):
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
             # The same holds for the experts' bucket of the previous pass; by then the next one is filling.
             fills = moment.before and (done or made is None or made > 1)
-            before = self.hold.reduce * min(self.bucket, self.apart) if fills else 0.0
+            before = self.hold.reduce * min(self.bucket, self.in_buckets) if fills else 0.0
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment) + before
         reduced = self.reduced(moment, done) + self.made(run, made)
         leaving = self._on_their_way(reduced)
@@ -150,7 +152,7 @@ class ScatteredGradients(ReplicatedGradients):
             for made in (2, 3):
                 more = self.in_block(moment, run, done, made) - first
                 yield from ((size + more, gone) for size, gone in found if more > 0)
-        if not (self.apart and run.experts and len(found) > 1):
+        if not (self.in_buckets and run.experts and len(found) > 1):
             yield from found
             return
         # The experts' first gradient: at its product, then accumulated and copied into its bucket; then the second one.
@@ -176,12 +178,12 @@ class ScatteredGradients(ReplicatedGradients):
 
     def _of_experts(self, ways: int) -> float:
         """Elements in buckets of their ways out (1), or of their ways in, twice as large (2)."""
-        return min(ways * max(self.bucket, self.down[True]), self.apart)
+        return min(ways * max(self.bucket, self.down[True]), self.in_buckets)
 
     def buckets(self, count: int) -> float:
         """Routed experts have buckets of their own."""
         largest = max(self.bucket, *self.down)
-        elements = sum(min(count * largest, one) for one in (self.others - self.apart, self.apart))
+        elements = sum(min(count * largest, one) for one in (self.others - self.apart, self.in_buckets))
         return self.hold.reduce * elements
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
