@@ -13,7 +13,7 @@ from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
 from shoal.parallel.offload.host_memory import HostBuffer
-from shoal.parallel.offload.states import LandingBuffer
+from shoal.parallel.offload.states import SQUARED_PART, LandingBuffer, summed_squares
 
 ALONE = [
     Case("offload=optimizer", micro_batches=1),
@@ -44,6 +44,19 @@ WORLD_4 = [
 @pytest.mark.parametrize("case", thinned([*ALONE, *WORLD_2, *WORLD_4], 2), ids=lambda case: case.layout)
 def test_a_layout_equals_one_process(case: Case) -> None:
     assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 5, 20 * SQUARED_PART + 3])
+def test_squares_are_summed_without_widening_the_whole_gradient(dtype: torch.dtype, size: int) -> None:
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.profiler.profile(profile_memory=True) as seen:
+        found = summed_squares(gradient)
+    assert float(found) == pytest.approx(float(gradient.double().square().sum()), rel=1e-3)
+    if dtype == torch.bfloat16:
+        # A sum of 1.3 million squares in fp32 is off by 1e-4.
+        assert float(found) == pytest.approx(float(gradient.double().square().sum()), rel=1e-5)
+        assert max(event.cpu_memory_usage for event in seen.events()) <= 4 * SQUARED_PART
 
 
 def test_what_has_landed_is_read_before_its_place_is_taken_again() -> None:

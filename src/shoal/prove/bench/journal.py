@@ -42,7 +42,12 @@ class Journal:
                 yield next(source)
                 self._clock.mark()
             seconds = self._clock.end()
-            report = {"step_s": seconds, "losses": self.read_losses(), **self._clock.peaks()}
+            report = {
+                "step_s": seconds,
+                "processor_s": self._clock.processor(),
+                "losses": self.read_losses(),
+                **self._clock.peaks(),
+            }
             # Other peers may share the device: they can use what is not held between steps during their turns.
             torch.cuda.empty_cache()
             self._pipe.send_bytes(json.dumps(report).encode())
@@ -58,10 +63,11 @@ class StepClock:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._marks: list[float] = []
+        self._used: list[float] = []  # processor seconds of all of the process's threads
         self._events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        self._marks, self._events = [], []
+        self._marks, self._used, self._events = [], [], []
         forget_peak_resident()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -70,6 +76,7 @@ class StepClock:
 
     def mark(self) -> None:
         """On a GPU an event in the stream: when all work issued so far is done."""
+        self._used.append(time.process_time())
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -83,6 +90,10 @@ class StepClock:
             torch.cuda.synchronize(self._device)
             return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._events)]
         return [second - first for first, second in pairwise(self._marks)]
+
+    def processor(self) -> list[float]:
+        """Processor seconds between the same marks. Unlike time, they hardly depend on what else the machine does."""
+        return [second - first for first, second in pairwise(self._used)]
 
     def peaks(self) -> dict[str, int | None]:
         """Peak bytes of this turn. A CPU's allocator has no such count; the process's own includes libraries."""

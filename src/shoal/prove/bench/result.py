@@ -40,10 +40,16 @@ class PeerResult:
     setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
     traceback: str | None = None
+    processor: list[list[float]] = field(
+        default_factory=list
+    )  # processor seconds of each step, round by round
+    all_losses: list[float] = field(default_factory=list)  # of every step until the last turn's end
 
     def add(self, reports: list[dict[str, Any]], settling: int) -> None:
         """Add a turn without its first ``settling`` steps: the first rank's times, the fullest rank's memory."""
         self.rounds.append(reports[0]["step_s"][settling:])
+        self.processor.append(reports[0]["processor_s"][settling:])
+        self.all_losses = reports[0]["losses"]
         for name in ("peak_allocated", "peak_reserved", "peak_resident"):
             seen = [report[name] for report in reports if report[name] is not None]
             if seen:
@@ -173,6 +179,7 @@ class StepBench:
             "setup_s": result.setup_s,
             "losses": result.losses,
             "step_s_by_round": result.rounds,
+            "processor_s_by_round": result.processor,
         }
         if result.failure is not None:
             return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ def train_with(
     journal: Journal,
     zero: dict[str, Any],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """``zero``: the ZeRO section of DeepSpeed's configuration."""
+    """``zero``: the ZeRO section of DeepSpeed's configuration; ``more``: further sections."""
     if setup.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read on import
     os.environ.setdefault("LOCAL_RANK", "0")  # for a single rank, which has no launcher to set it
     import deepspeed
 
+    if setup.world == 1:
+        # Collectives through shared memory, which it would compile for minutes: a single rank has none to run.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         backend = "gloo" if setup.device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -46,6 +50,7 @@ def train_with(
             "gradient_clipping": setup.recipe.clip,
             "zero_optimization": zero,
             "bf16": {"enabled": setup.compute == torch.bfloat16},
+            **(more or {}),
         },
     )
     if engine.zero_optimization_stage() != zero["stage"]:
