@@ -67,7 +67,7 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         # Weights that live on the host are not sent back to the device.
         through_ring = states_may_be_late(workload.recipe, workload.layout) and params is None
         returning = away if through_ring else 0.0
-        block = largest_block(workload, rank.number, rank.shard) if adds_up else 0
+        block = _largest_block(rank) if adds_up else 0
         host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed, returning)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank, rank.total))
@@ -77,6 +77,14 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         if params.nvme and rank.sharded:
             host += min(weights, _rows_ahead(rank))
     return OffDevice(host, nvme)
+
+
+def _largest_block(rank: RankInventory) -> float:
+    """Elements of the most that one transformer block's gradients bring to the host at once."""
+    if rank.workload.lora is None:
+        return largest_block(rank.workload, rank.number, rank.shard)
+    # Only adapters are updated, and each of them whole.
+    return max(run.block.trained_share for stage in rank.stages for run in stage.runs)
 
 
 def _rows_ahead(rank: RankInventory) -> float:
