@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.facts.layout import Layout, Offload
 from shoal.facts.layout.offload import (
+    LANDED_AT_LEAST,
     RING,
     STAGED,
     STAGES,
@@ -152,7 +153,10 @@ def test_where_they_wait() -> None:
     assert off_device(each, 1600, 100, disk, False, 600, False) == OffDevice(3200 + 600 * 12, 1600 * 12)
     assert off_device(each, 2**31, 100, disk, False, 2**30, False).host == 2**32 + RING * 12
     summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
-    assert off_device(summed, 1600, 100, memory, True, 0, False) == OffDevice(1600 * 16 + 200 * 2, 0)
+    # Gradients to accumulate arrive two blocks' at a time, or a million's if blocks have less.
+    assert off_device(summed, 1600, 100, memory, True, 0, False) == OffDevice(1600 * 16 + 3200 * 2, 0)
+    assert off_device(summed, 2**24, 2**22, memory, True, 0, False).host == 2**24 * 16 + 2**23 * 2
+    assert off_device(summed, 2**24, 0, memory, True, 0, False).host == 2**24 * 16 + 2 * LANDED_AT_LEAST * 2
     # With weights gradients are there too, and nothing but buffers in memory.
     assert off_device(each, 1600, 100, disk, False, 0, True) == OffDevice(
         STAGES * STAGED + 50 * 14, 1600 * 14

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tests.parallel.sharding import GPT2, Case, assert_equal, train
+from tests.predict.counted import ask
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
 from shoal.parallel.offload.host_memory import HostBuffer
-from shoal.parallel.offload.states import SQUARED_PART, LandingBuffer, summed_squares
+from shoal.parallel.offload.states import SQUARED_PART, LandingBuffer, OffloadedStates, summed_squares
+from shoal.prove.dryrun import dryrun
 
 ALONE = [
     Case("offload=optimizer", micro_batches=1),
@@ -44,6 +46,19 @@ WORLD_4 = [
 @pytest.mark.parametrize("case", thinned([*ALONE, *WORLD_2, *WORLD_4], 2), ids=lambda case: case.layout)
 def test_a_layout_equals_one_process(case: Case) -> None:
     assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
+
+
+def test_a_head_alone_on_the_host_arrives_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block has anything there, whose size would otherwise be that of a part."""
+    copy, parts = OffloadedStates._copy, []
+    monkeypatch.setattr(
+        OffloadedStates,
+        "_copy",
+        lambda self, part, *rest: parts.append(part.numel()) or copy(self, part, *rest),
+    )
+    found = dryrun(ask("micro=2,offload=optimizer:0.3", {"layers": 2, "vocab": 30000}, batch=8), 0)
+    assert found.differences(0) == []
+    assert parts and min(parts) > 1000
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

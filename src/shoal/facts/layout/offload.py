@@ -22,6 +22,9 @@ IN_FLIGHT = 2
 # For states on NVMe: the most elements in memory at once (read ahead, being updated, written behind), the largest
 # such share of a rank's elements, and the number of stretches that the ring is divided into.
 RING, RING_SHARE, STRETCHES = 2**25, 32, 4
+# Elements of gradients to accumulate that arrive at once if blocks have fewer on the host: an embedding alone there
+# would otherwise arrive by the element.
+LANDED_AT_LEAST = 2**20
 # The share that the planner counts on of the time between an update and the moment when the next gradients
 # overwrite the old ones; states may be written during it.
 LATE_SHARE = 0.85
@@ -170,6 +173,13 @@ def ring_elements(elements: float, largest: float) -> float:
     return max(min(RING, elements / RING_SHARE), min(largest, RING // STRETCHES))
 
 
+def landing_elements(block: float, elements: float) -> float:
+    """Elements that arrive on the host at once, to be accumulated there. ``block``: what a transformer block has there
+    at most; ``elements``: all that are there.
+    """
+    return min(elements, max(block, LANDED_AT_LEAST))
+
+
 def off_device(
     each: OffloadedBytes,
     elements: float,
@@ -191,7 +201,7 @@ def off_device(
     if all_filed:
         filed = each.states + each.gradient
         return OffDevice(staged_bytes(adds_up) + ring * filed, elements * filed)
-    landing = IN_FLIGHT * min(block, elements) * each.travelling if adds_up else 0.0
+    landing = IN_FLIGHT * landing_elements(block, elements) * each.travelling if adds_up else 0.0
     if part.nvme:
         return OffDevice(elements * each.gradient + landing + ring * each.states, elements * each.states)
     ring = STRETCHES * max(1, returning_elements(returning) // STRETCHES) * each.back if returning else 0.0

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.facts.layout.offload import IN_FLIGHT, offloaded
+from shoal.facts.layout.offload import IN_FLIGHT, landing_elements, offloaded
 from shoal.facts.model.parameters import CORRECTION, block_of
 from shoal.parallel.offload.activations import CopyStreams
 from shoal.parallel.offload.direct_files import Files, FileTransfer
@@ -187,8 +187,8 @@ class OffloadedStates:
         for piece in self.pieces:
             if (block := block_of(piece.held.label)) is not None:
                 sizes[block] += piece.stop - piece.start
-        # Parameters of the largest block: the most that pass through the landing buffer at once.
-        self.block = max(sizes.values(), default=1)
+        elements = sum(piece.stop - piece.start for piece in self.pieces)
+        self.landing_elements = round(landing_elements(max(sizes.values(), default=0), elements))
         # What gradients came with last, also those that stay; and the one that they come with.
         self._coming: deque[object] = deque(maxlen=IN_FLIGHT)
         self._unit: object = None
@@ -349,7 +349,8 @@ class OffloadedStates:
         """Add to what earlier micro-batches sent, through a buffer shared by all pieces."""
         room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
         if self._landing is None:
-            self._landing = LandingBuffer(self.memory.take(IN_FLIGHT * self.block * gradient.element_size()))
+            size = IN_FLIGHT * self.landing_elements * gradient.element_size()
+            self._landing = LandingBuffer(self.memory.take(size))
         most = self._landing.most // gradient.element_size()
         for start in range(0, flat.numel(), most):
             part = flat[start : start + most]
