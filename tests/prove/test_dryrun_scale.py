@@ -97,6 +97,16 @@ def test_the_loss_of_more_tokens_than_pass_at_once(layout: str) -> None:
     assert found.matches and found.findings == []
 
 
+@pytest.mark.parametrize("layout", ["pp=2,micro=1", "pp=2,tp=2,micro=1"])
+def test_the_gradient_of_a_large_table(layout: str) -> None:
+    """While it is widened, the gradient that it was computed from is there too: the peak of a first stage."""
+    parsed = Layout.parse(layout)
+    model = PRESETS["llama3-8b"].model_copy(update={"layers": 2})
+    workload = Workload(model, find(f"{parsed.world}xH100"), Recipe(seq=1024, batch=4, steps=1), parsed)
+    found = dryrun(workload, 0)
+    assert found.memory.instant.endswith("of embed_tokens") and found.matches and found.findings == []
+
+
 def test_long_sequences_in_small() -> None:
     """Ulysses over more ranks than there are key/value heads, with everything sharded and recomputed."""
     workload = ask(

@@ -167,24 +167,20 @@ class RankGradients:
         yield from ()
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
-        """The last gradient of the pass, computed from the entering one; then the end of the pass."""
+        """The last gradient of the pass, computed from the entering one, which stays until it is widened; then the end
+        of the pass.
+        """
         product, widened = self.of_table
+        computed = left.plus("embedding", activations=entering)
         if self.stays(moment) and not self.model.tied:
-            computed = left.plus("embedding", activations=entering)
-            yield (
-                computed.plus("embedding", buffers=product)
-                if widened
-                else computed.plus("embedding", grads=product)
-            )
             if widened:
-                yield left.plus("embedding", grads=widened, buffers=product)
+                yield computed.plus("embedding", grads=widened, buffers=product)
+            else:
+                yield computed.plus("embedding", grads=product)
             return
         summed = self.total.trained - self.rank.lone_experts - self.ends.embedding.trained
-        passing = self.copies(summed) + product
-        passing += self.tied_head(moment)
-        yield left.plus("embedding", activations=entering, buffers=passing)
-        if widened:
-            yield left.plus("embedding", buffers=passing + widened)
+        passing = self.copies(summed) + product + widened
+        yield computed.plus("embedding", buffers=passing + self.tied_head(moment))
 
     @property
     def of_table(self) -> tuple[float, float]:
