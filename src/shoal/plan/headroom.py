@@ -19,9 +19,9 @@ from shoal.predict.memory.device import FRAGMENTED
 GIB = 2**30
 # Of this many measured ranks, the share that reserved more than each multiple of the prediction.
 RANKS, LEAST = 66, 20 * GIB
-MORE_THAN = ((1.0, 1.0), (1.0055, 0.95), (1.0184, 0.75), (1.0291, 0.5), (1.0577, 0.2))
+MORE_THAN = ((1.0, 1.0), (1.0055, 0.95), (1.0184, 0.75), (1.0291, 0.5), (1.0571, 0.2))
 # The mean excess over the last of these among ranks that reserved more. Beyond it, the tail is exponential.
-BEYOND = 0.0146
+BEYOND = 0.0148
 
 FIX = "a fraction of the device's memory, as in --headroom 0.1, or a size, as in --headroom 8GiB"
 UNITS = {"": None, "%": None, "gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
