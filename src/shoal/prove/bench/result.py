@@ -40,9 +40,8 @@ class PeerResult:
     setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
     traceback: str | None = None
-    processor: list[list[float]] = field(
-        default_factory=list
-    )  # processor seconds of each step, round by round
+    # Processor seconds of each step, round by round.
+    processor: list[list[float]] = field(default_factory=list)
     all_losses: list[float] = field(default_factory=list)  # of every step until the last turn's end
 
     def add(self, reports: list[dict[str, Any]], settling: int) -> None:

@@ -51,9 +51,8 @@ class DiskRates(NamedTuple):
 
     write: float
     read: float
-    both: (
-        float | None
-    )  # of half the files, while the others are written: together; None through the page cache
+    # Of half the files, while the others are written: together. None: through the page cache.
+    both: float | None
 
 
 def disk(folder: Path) -> DiskRates:
